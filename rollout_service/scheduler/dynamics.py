@@ -1,0 +1,164 @@
+"""The transition x_k -> x_{k+1} of each dynamics and its log-prob, as pure functions on tensors.
+
+With x = sample, v = velocity, s = sigma, s' = sigma_next and D = s - s' > 0, every dynamics is *linear*:
+mean = A x + B v, with A, B and the noise std depending only on (s, s', sigma_max, noise_level). So each is
+a handful of scalars (float64) and one fused-size pass over the latents (fp32):
+
+=========  ==================================================================  ==================
+dynamics   mean                                                                noise std
+=========  ==================================================================  ==================
+``ode``    x - D v                                                             0
+``sde``    x (1 - a^2 D / 2s) - v (1 + a^2 (1 - s) / 2s) D,                    a sqrt(D)
+           a = n sqrt(s / (1 - s*))
+``dance``  as ``sde`` with a = n                                               n sqrt(D)
+``cps``    (1 - s') x0 + sqrt(s'^2 - std^2) x1                                 s' sin(n pi / 2)
+=========  ==================================================================  ==================
+
+where n is the noise level, x0 = x - s v, x1 = x + (1 - s) v, and s* is ``sigma_max`` when s is within 1e-4
+of 1 (where the Flow-SDE diffusion coefficient diverges), else s.
+
+Sources: Flow-GRPO (arXiv 2505.05470) for ``sde``, DanceGRPO (arXiv 2505.07818) for ``dance``,
+Coefficients-Preserving Sampling (arXiv 2509.05952) for ``cps``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Dynamics = Literal["ode", "sde", "dance", "cps"]
+LogProbKind = Literal["gaussian", "squared_error"]
+DYNAMICS: tuple[Dynamics, ...] = get_args(Dynamics)
+LOG_PROB_KINDS: tuple[LogProbKind, ...] = get_args(LogProbKind)
+
+#: The log-prob kind that every reference trainer uses with a dynamics.
+DEFAULT_LOG_PROB_KIND: dict[str, LogProbKind] = {"sde": "gaussian", "dance": "gaussian", "cps": "squared_error"}
+
+#: Flow-SDE divides by 1 - sigma. Schedules start at 1 or just below it (UniPC: 1 - 1e-6), where the quotient
+#: is infinite or absurd; within this distance of 1, sigma_max takes sigma's place, as in the references.
+SIGMA_ONE_TOLERANCE = 1e-4
+
+_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+def coefficients(
+    dynamics: str,
+    sigma: float | Tensor,
+    sigma_next: float | Tensor,
+    sigma_max: float | Tensor,
+    noise_level: float,
+) -> tuple[float | Tensor, float | Tensor, float | Tensor]:
+    """Return (A, B, noise_std) with mean = A * sample + B * velocity.
+
+    Floats in, floats out; float64 tensors of shape [B] in, float64 tensors of shape [B] out.
+
+    Raises:
+        ValueError: unknown dynamics, or a cps noise level outside [0, 1].
+    """
+    s, s_next, n = sigma, sigma_next, noise_level
+    d = s - s_next
+    if dynamics not in DYNAMICS:
+        raise ValueError(f"dynamics: {dynamics!r} is unknown; pass one of {', '.join(DYNAMICS)}")
+    if dynamics == "ode" or n == 0:
+        return d * 0 + 1.0, -d, d * 0
+    if dynamics == "cps":
+        if not 0 <= n <= 1:
+            raise ValueError(f"noise_level: {n} is outside (0, 1], which cps needs")
+        std = s_next * math.sin(n * math.pi / 2)
+        # s'^2 - std^2 = (s' cos)^2: the square root without the cancellation (and without a negative at n = 1).
+        keep = s_next * math.cos(n * math.pi / 2)
+        return (1 - s_next) + keep, keep * (1 - s) - (1 - s_next) * s, std
+    if dynamics == "sde":
+        a_squared = n * n * s / (1 - _away_from_one(s, sigma_max))
+    else:
+        a_squared = n * n
+    return 1 - a_squared * d / (2 * s), -d * (1 + a_squared * (1 - s) / (2 * s)), (a_squared * d) ** 0.5
+
+
+def _away_from_one(sigma: float | Tensor, sigma_max: float | Tensor) -> float | Tensor:
+    if isinstance(sigma, Tensor):
+        near = (1 - sigma).abs() <= SIGMA_ONE_TOLERANCE
+        return torch.where(near, torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device), sigma)
+    return sigma_max if abs(1 - sigma) <= SIGMA_ONE_TOLERANCE else sigma
+
+
+def transition(
+    dynamics: str,
+    sample: Tensor,
+    velocity: Tensor,
+    sigma: float | Tensor,
+    sigma_next: float | Tensor,
+    sigma_max: float | Tensor,
+    noise_level: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean and noise std of the step from ``sigma`` to ``sigma_next``.
+
+    Args:
+        dynamics: ``ode``, ``sde``, ``dance`` or ``cps``.
+        sample: x_k, shape [B, ...], any rank >= 2 and any floating dtype.
+        velocity: the denoiser's output after guidance, the shape of ``sample``, any floating dtype.
+        sigma, sigma_next: noise levels in [0, 1], sigma > sigma_next; floats, or tensors of shape [B].
+        sigma_max: ``sigmas[1]`` of the full schedule; read by ``sde`` near sigma = 1 only.
+        noise_level: eta >= 0 (cps: in [0, 1]); 0 gives exactly the ``ode`` mean, and std 0.
+
+    Returns:
+        mean: fp32, the shape of ``sample``.
+        noise_std: fp32, shape [] for float sigmas, [B] for tensor sigmas.
+
+    Raises:
+        ValueError: unknown dynamics, shapes that differ, or a noise level out of range.
+    """
+    if sample.shape != velocity.shape or sample.ndim < 2:
+        raise ValueError(
+            f"sample and velocity need one shape [B, ...], not {list(sample.shape)} and {list(velocity.shape)}"
+        )
+    per_sample = isinstance(sigma, Tensor) or isinstance(sigma_next, Tensor)
+    if per_sample:
+        sigma, sigma_next, sigma_max = (
+            torch.as_tensor(s, dtype=torch.float64, device=sample.device).expand(sample.shape[0])
+            for s in (sigma, sigma_next, sigma_max)
+        )
+    a, b, std = coefficients(dynamics, sigma, sigma_next, sigma_max, noise_level)
+    x, v = sample.float(), velocity.float()
+    # Two products and one sum, never an fma: so that `ode` is bit-identical to diffusers' `sample + dt * v`.
+    if per_sample:
+        rows = (-1,) + (1,) * (sample.ndim - 1)
+        return a.float().view(rows) * x + b.float().view(rows) * v, std.float()
+    mean = x + b * v if a == 1.0 else a * x + b * v
+    return mean, torch.tensor(std, dtype=torch.float32, device=sample.device)
+
+
+def log_prob(next_sample: Tensor, mean: Tensor, noise_std: float | Tensor, kind: str = "gaussian") -> Tensor:
+    """Log-prob of a transition, averaged over all but the batch dimension.
+
+    ``gaussian``: -(x' - mean)^2 / 2 std^2 - ln std - ln(2 pi) / 2, the full density (``sde`` and ``dance`` in
+    every reference). ``squared_error``: -(x' - mean)^2, without std and constants (``cps`` in every reference).
+
+    Args:
+        next_sample: x_{k+1} as it was sent (already rounded to the wire dtype), shape [B, ...].
+        mean: from :func:`transition`, fp32, shape [B, ...].
+        noise_std: from :func:`transition`; a float, or a tensor of shape [] or [B]; > 0.
+        kind: ``gaussian`` or ``squared_error``.
+
+    Returns:
+        fp32, shape [B].
+
+    Raises:
+        ValueError: unknown kind, shapes that differ, or a zero std (a deterministic step has no log-prob).
+            A std that lives on an accelerator is not read, and a zero there gives NaN.
+    """
+    if next_sample.shape != mean.shape:
+        raise ValueError(f"next_sample and mean differ in shape: {list(next_sample.shape)}, {list(mean.shape)}")
+    if kind not in LOG_PROB_KINDS:
+        raise ValueError(f"log_prob_kind: {kind!r} is unknown; pass one of {', '.join(LOG_PROB_KINDS)}")
+    error = next_sample.float() - mean.float()
+    if kind == "squared_error":
+        return -error.square().flatten(1).mean(1)
+    std = torch.as_tensor(noise_std, dtype=torch.float32, device=error.device)
+    if std.device.type == "cpu" and not bool((std > 0).all()):
+        raise ValueError("noise_std: a step whose std is 0 is deterministic and has no log-prob")
+    z = error / std.view((-1,) + (1,) * (error.ndim - 1)) if std.ndim else error / std
+    return -0.5 * z.square().flatten(1).mean(1) - std.log() - _HALF_LOG_TWO_PI
