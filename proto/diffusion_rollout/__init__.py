@@ -1,0 +1,1 @@
+"""The diffusion rollout protocol, generated from proto/."""
