@@ -128,32 +128,36 @@ def test_decodes(pipe: DiffusionPipeline, family: Family) -> None:
     assert image.size == (width, height)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_reloads_from_a_directory(variant: str, tmp_path: Path) -> None:
-    name, build = VARIANTS[variant]
+@pytest.fixture(scope="module", params=VARIANTS)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Family, DiffusionPipeline, Path]:
+    name, build = VARIANTS[request.param]
     pipe = build()
-    save_pipeline(pipe, tmp_path)
-    loaded, loaded_again = (DiffusionPipeline.from_pretrained(tmp_path) for _ in range(2))
+    return FAMILIES[name], pipe, save_pipeline(pipe, tmp_path_factory.mktemp(request.param))
+
+
+def test_reloads_from_a_directory(saved: tuple[Family, DiffusionPipeline, Path]) -> None:
+    family, pipe, directory = saved
+    loaded, loaded_again = (DiffusionPipeline.from_pretrained(directory) for _ in range(2))
     assert type(loaded) is type(pipe)
     assert type(loaded.scheduler) is type(pipe.scheduler)
 
-    latents = sample(loaded, FAMILIES[name])
-    assert torch.equal(latents, sample(loaded_again, FAMILIES[name]))
-    assert torch.equal(latents, sample(pipe, FAMILIES[name]))
+    latents = sample(loaded, family)
+    assert torch.equal(latents, sample(loaded_again, family))
+    assert torch.equal(latents, sample(pipe, family))
 
 
 @pytest.mark.filterwarnings("ignore:.torch_dtype. is deprecated")  # `dtype` is unknown to older diffusers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_stays_finite(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    name, build = VARIANTS[variant]
-    # Loaded in the dtype, as servers do: some weights (T5, Wan) then stay in float32, unlike after `pipe.to`.
-    save_pipeline(build(), tmp_path)
-    pipe = DiffusionPipeline.from_pretrained(tmp_path, torch_dtype=dtype)
-    latents = sample(pipe, FAMILIES[name], steps=20, seeds=(0,))
+def test_stays_finite(saved: tuple[Family, DiffusionPipeline, Path], dtype: torch.dtype) -> None:
+    family, _, directory = saved
+    # Loaded in the dtype, as servers do: some weights (of T5 and Wan) then stay in float32.
+    pipe = DiffusionPipeline.from_pretrained(directory, torch_dtype=dtype)
+    latents = sample(pipe, family, steps=20, seeds=(0,))
     assert latents.isfinite().all()
     assert 0.5 < latents.float().std() < 10
-    assert np.isfinite(sample(pipe, FAMILIES[name], seeds=(0,), output_type="np")).all()
+    assert np.isfinite(sample(pipe, family, seeds=(0,), output_type="np")).all()
 
 
 def test_qwen_template_is_dropped_exactly() -> None:

@@ -1,14 +1,14 @@
 """Real diffusers pipelines with tiny random weights, built fully offline.
 
-Every builder returns a genuine pipeline of its family (denoiser, VAE, text encoders, tokenizers, scheduler), so
-that tests and server processes exercise the same code as with the released checkpoints: the latent layouts, the
-conditioning inputs, the scheduler settings and the compression factors of the VAEs (8 in space, 4 in time) are
-those of the real models; only widths and depths are small.
+Every builder returns a genuine pipeline of its family (denoiser, VAE, text encoders, tokenizers, scheduler),
+so that tests and server processes run the same code as with the released checkpoints: the latent layouts, the
+conditioning inputs, the scheduler settings and the compression factors of the VAEs (8 in space, 4 in time)
+are those of the real models; only widths and depths are small.
 
 The weights are random but not degenerate: the velocity has a standard deviation of about 0.5 and depends on
 the latents, on the timestep and on the prompt, and sampling stays finite in float32, bfloat16 and float16.
 
-Real Qwen-Image settings come with a real limitation: its scheduler divides zero by zero when asked for one step.
+Qwen-Image's real settings have a limit of their own: a schedule of one step divides zero by zero.
 """
 
 from __future__ import annotations
@@ -64,6 +64,13 @@ HEAD_WIDTH = WIDTH // HEADS
 ROPE_AXES = (4, 6, 6)
 """Rotary widths of the three axes of Flux and Qwen-Image: even, and summing to HEAD_WIDTH."""
 LATENT_CHANNELS = 16
+VIDEO_VAE_SIZES: dict[str, Any] = {
+    "base_dim": 8,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "z_dim": LATENT_CHANNELS,
+}
+"""Sizes of the VAEs of Wan and Qwen-Image, which are one architecture under two names."""
 CLIP_LENGTH = 77
 QWEN_TEMPLATE_WORDS = (
     "system\nuser\nassistant\nDescribe the image by detailing the color, shape, size, texture, quantity,"
@@ -168,11 +175,7 @@ def build_qwen_image() -> QwenImagePipeline:
         )
         return QwenImagePipeline(
             scheduler=scheduler,
-            vae=_randomised(
-                AutoencoderKLQwenImage(
-                    base_dim=8, z_dim=LATENT_CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1
-                )
-            ),
+            vae=_randomised(AutoencoderKLQwenImage(**VIDEO_VAE_SIZES)),
             text_encoder=_qwen_encoder(tokenizer),
             tokenizer=tokenizer,
             transformer=_denoiser(transformer),
@@ -180,7 +183,7 @@ def build_qwen_image() -> QwenImagePipeline:
 
 
 def build_wan(unipc: bool = False) -> WanPipeline:
-    """Wan text to video, with the Euler scheduler or, with `unipc`, the one of the released checkpoints."""
+    """Wan text to video, with the Euler scheduler or, with `unipc`, the released checkpoints' own."""
     with _fixed_seed():
         tokenizer = _t5_tokenizer()
         transformer = WanTransformer3DModel(
@@ -196,16 +199,16 @@ def build_wan(unipc: bool = False) -> WanPipeline:
         )
         if unipc:
             scheduler = UniPCMultistepScheduler(
-                use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction"
+                prediction_type="flow_prediction",
+                use_flow_sigmas=True,
+                flow_shift=3.0,
             )
         else:
             scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         return WanPipeline(
             tokenizer=tokenizer,
             text_encoder=_randomised(UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, WIDTH)))),
-            vae=_randomised(
-                AutoencoderKLWan(base_dim=8, z_dim=LATENT_CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
-            ),
+            vae=_randomised(AutoencoderKLWan(**VIDEO_VAE_SIZES)),
             scheduler=scheduler,
             transformer=_denoiser(transformer),
         )
@@ -245,7 +248,7 @@ FAMILIES: dict[str, Family] = {
                 "guidance_scale": 5.0,
                 "max_sequence_length": 64,
             },
-            latent_note="(videos, 16, (num_frames - 1) / 4 + 1, height / 8, width / 8), always float32",
+            latent_note="(videos, 16, (num_frames - 1) / 4 + 1, height / 8, width / 8), initially float32",
         ),
     )
 }
@@ -338,10 +341,8 @@ def _clip_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
 def _t5_tokenizer() -> T5Tokenizer:
     """A T5 tokenizer that gives one token per printable ASCII character, and `<unk>` for any other."""
     special = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
-    characters = string.digits + string.ascii_letters + string.punctuation
-    return T5Tokenizer(
-        vocab=[*special, ("▁", -1.0), *((character, -1.0) for character in characters)], extra_ids=0
-    )
+    characters = "▁" + string.digits + string.ascii_letters + string.punctuation
+    return T5Tokenizer(vocab=[*special, *((character, -1.0) for character in characters)], extra_ids=0)
 
 
 def _t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:

@@ -1,0 +1,306 @@
+"""The conductor: resumes all sessions until each is parked at a denoiser call, merges the calls that can share a
+forward, runs the denoiser, and resumes the sessions with their rows of the result.
+
+Requests with different step counts, sigmas, seeds and dynamics run together; new ones join, and cancelled ones
+leave, at any step. Nothing here reads a device value to decide what to do next.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from rollout_service.models.merge_table import MergeRule
+from rollout_service.scheduler import StepRecord
+
+from .batching import DenoiserCall, ForwardCounts, run_calls
+from .channel import Frame
+from .outbox import (
+    ConditioningItem,
+    HostCopy,
+    Outbox,
+    RolloutProgress,
+    SessionEndItem,
+    StartedItem,
+    StepItem,
+)
+from .prompt_cache import PromptCache
+from .session import Session, SessionSamples
+from .spec import RolloutSpec
+
+
+@dataclass(frozen=True)
+class ConductorSettings:
+    """How much runs at once."""
+
+    max_batch_rows: int
+    max_running_samples: int
+    batch_invariant: bool
+    prompt_cache_bytes: int
+
+
+@dataclass
+class _Rollout:
+    """A rollout that has been submitted and has not ended."""
+
+    spec: RolloutSpec
+    progress: RolloutProgress
+    waiting: deque[SessionSamples]
+    running: list[Session] = field(default_factory=list)
+    bytes_under_way: int = 0
+    failed_samples: set[int] = field(default_factory=set)
+    conditioned_prompts: set[int] = field(default_factory=set)
+
+
+class Conductor:
+    """Runs rollouts over one pipeline.
+
+    Args:
+        pipe: the pipeline.
+        rules: the verified merge rule of each denoiser component; a component without one runs unmerged.
+        settings: how much runs at once.
+        send: sends a frame to the frontend (on the outbox's thread).
+    """
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        rules: dict[str, MergeRule],
+        settings: ConductorSettings,
+        send: Callable[..., None],
+    ) -> None:
+        self._pipe, self._rules, self._settings = pipe, rules, settings
+        self._commands: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._outbox = Outbox(send, self._tell_sample_failed)
+        self._prompt_cache = PromptCache(settings.prompt_cache_bytes)
+        self._rollouts: dict[str, _Rollout] = {}
+        self._stopping = False
+        self.counts = ForwardCounts()
+
+    def submit(self, frame: Frame | None) -> None:
+        """Hand over a command (any thread); None stops the conductor."""
+        self._commands.put(frame)
+
+    def run(self) -> None:
+        """Run until stopped."""
+        with torch.no_grad():
+            while not self._stopping:
+                self._take_commands(wait=not self._runnable() and not self._can_start())
+                self._start_sessions()
+                self._run_parked_calls()
+            for rollout_id in list(self._rollouts):
+                self._cancel(rollout_id)
+        self._outbox.close()
+
+    # -- commands
+
+    def _take_commands(self, wait: bool) -> None:
+        while True:
+            try:
+                frame = self._commands.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if frame is None:
+                self._stopping = True
+                return
+            match frame.kind:
+                case "submit":
+                    self._submit(frame)
+                case "cancel":
+                    self._cancel(frame.fields["rollout_id"])
+                case "ack":
+                    if rollout := self._rollouts.get(frame.fields["rollout_id"]):
+                        rollout.bytes_under_way -= frame.fields["nbytes"]
+                case "sample_failed":
+                    self._sample_failed(frame.fields["rollout_id"], frame.fields["sample"])
+                case "status":
+                    self._outbox.put_frame("status", {"request": frame.fields["request"], **self._status()})
+
+    def _submit(self, frame: Frame) -> None:
+        spec = RolloutSpec.from_fields(frame.fields["spec"])
+        start = dict(zip(frame.fields["start_samples"], (raw.tensor for raw in frame.tensors), strict=True))
+        groups: dict[tuple[int, int, bool], list[int]] = {}
+        for index, sample in enumerate(spec.samples):
+            groups.setdefault((sample.prompt_index, sample.start_step, sample.starts_from_latents), []).append(index)
+        sessions = deque(
+            SessionSamples(
+                spec,
+                prompt_index,
+                tuple(indices),
+                start_step,
+                torch.stack([start[index] for index in indices]) if given else None,
+            )
+            for (prompt_index, start_step, given), indices in groups.items()
+        )
+        self._rollouts[spec.rollout_id] = _Rollout(spec, RolloutProgress(spec, len(sessions)), sessions)
+
+    def _cancel(self, rollout_id: str) -> None:
+        rollout = self._rollouts.pop(rollout_id, None)
+        if rollout is None:
+            return
+        for session in rollout.running:
+            session.cancel()
+            self._put_end(rollout, session.samples, cancelled=True)
+        for samples in rollout.waiting:
+            self._put_end(rollout, samples, cancelled=True)
+
+    def _tell_sample_failed(self, rollout_id: str, sample: int) -> None:
+        self.submit(Frame("sample_failed", {"rollout_id": rollout_id, "sample": sample}))
+
+    def _sample_failed(self, rollout_id: str, sample: int) -> None:
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            return
+        rollout.failed_samples.add(sample)
+        for session in list(rollout.running):
+            if rollout.failed_samples.issuperset(session.samples.sample_indices):
+                session.cancel()
+                self._end(rollout, session)
+
+    def _status(self) -> dict[str, Any]:
+        running = [(r, s) for r in self._rollouts.values() for s in r.running]
+        return {
+            "queued_samples": sum(len(w.sample_indices) for r in self._rollouts.values() for w in r.waiting),
+            "running_samples": sum(len(s.samples.sample_indices) for _, s in running),
+            "parked_samples": sum(len(s.samples.sample_indices) for r, s in running if self._reader_is_slow(r, s)),
+            "policy_version": 0,
+            "denoiser_calls": self.counts.forwards,
+            "denoiser_rows": self.counts.rows,
+            "pipeline_calls": self.counts.pipeline_calls,
+        }
+
+    # -- starting and ending sessions
+
+    def _running_samples(self) -> int:
+        return sum(len(s.samples.sample_indices) for r in self._rollouts.values() for s in r.running)
+
+    def _can_start(self) -> bool:
+        running = self._running_samples()
+        first = next((r.waiting[0] for r in self._rollouts.values() if r.waiting), None)
+        fits = first is not None and running + len(first.sample_indices) <= self._settings.max_running_samples
+        # A group larger than the limit runs alone rather than never.
+        return first is not None and (fits or running == 0)
+
+    def _start_sessions(self) -> None:
+        """Start waiting groups, in order of arrival, while they fit."""
+        while self._can_start():
+            rollout = next(r for r in self._rollouts.values() if r.waiting)
+            session = Session(self._pipe, rollout.waiting.popleft(), self._prompt_cache, self._on_step)
+            rollout.running.append(session)
+            self._advance(rollout, session)
+            if session.call is not None:
+                version, sigmas = session.policy_version, session.scheduler.rollout_sigmas
+                self._outbox.put(StartedItem(rollout.progress, version, sigmas))
+
+    def _advance(self, rollout: _Rollout, session: Session, output: Any = None) -> None:
+        try:
+            if session.advance(output):
+                return
+            media = HostCopy(session.media) if session.media is not None else None
+            self._end(rollout, session, media=media)
+        except Exception as error:  # whatever a pipeline raises ends its session's samples, and nothing else
+            self._end(rollout, session, error=f"{type(error).__name__}: {error}")
+
+    def _end(
+        self, rollout: _Rollout, session: Session, error: str | None = None, media: HostCopy | None = None
+    ) -> None:
+        rollout.running.remove(session)
+        self._put_end(rollout, session.samples, error=error, media=media, next_step=session.next_step)
+        if not rollout.running and not rollout.waiting:
+            self._rollouts.pop(rollout.spec.rollout_id, None)
+
+    def _put_end(self, rollout: _Rollout, samples: SessionSamples, next_step: int = 0, **outcome: Any) -> None:
+        self._outbox.put(SessionEndItem(rollout.progress, samples.sample_indices, next_step, **outcome))
+
+    # -- running the denoiser
+
+    def _reader_is_slow(self, rollout: _Rollout, session: Session) -> bool:
+        """Whether the stream's buffer has no room for the session's next step (an empty one has always room)."""
+        under_way = rollout.bytes_under_way
+        return under_way > 0 and under_way + session.step_bytes > rollout.spec.buffer_bytes
+
+    def _runnable(self) -> list[tuple[_Rollout, Session]]:
+        return [
+            (rollout, session)
+            for rollout in self._rollouts.values()
+            for session in rollout.running
+            if session.call is not None and not self._reader_is_slow(rollout, session)
+        ]
+
+    def _run_parked_calls(self) -> None:
+        groups: dict[Hashable, list[tuple[_Rollout, Session, DenoiserCall]]] = {}
+        for rollout, session in self._runnable():
+            call = session.call
+            assert call is not None
+            rule = self._rules.get(call.component)
+            signature = call.signature(rule) if rule is not None else None
+            key = (session.policy_version, signature) if signature is not None else id(session)
+            groups.setdefault(key, []).append((rollout, session, call))
+        for group in groups.values():
+            outputs = self._run_group([call for _, _, call in group])
+            for (rollout, session, _), output in zip(group, outputs, strict=True):
+                if isinstance(output, Exception):
+                    session.cancel()
+                    self._end(rollout, session, error=f"{type(output).__name__}: {output}")
+                else:
+                    self._advance(rollout, session, output)
+
+    def _run_group(self, calls: list[DenoiserCall]) -> list[Any]:
+        """Outputs of calls that share a forward; an exception in place of the output of a call that raises."""
+        rule = self._rules.get(calls[0].component)
+        if rule is not None and calls[0].signature(rule) is None:
+            rule = None
+        limits = (self._settings.max_batch_rows, self._settings.batch_invariant, self.counts)
+        try:
+            return run_calls(calls, rule, *limits)
+        except Exception as error:
+            if len(calls) == 1:
+                return [error]
+        # One of them is at fault: run each alone, so that only that one fails.
+        return [output for call in calls for output in self._run_group([call])]
+
+    def _on_step(self, session: Session, record: StepRecord) -> None:
+        """Hand one step over to the outbox; called from within the pipeline's ``scheduler.step``."""
+        rollout = self._rollouts[session.samples.spec.rollout_id]
+        k, first = record.step_index, record.step_index == session.samples.start_step
+        if session.conditioning_calls:
+            captured = tuple(session.captured_conditioning())
+            # Once per prompt, though samples that start at different steps are different sessions.
+            if session.samples.prompt_index not in rollout.conditioned_prompts:
+                rollout.conditioned_prompts.add(session.samples.prompt_index)
+                self._outbox.put(ConditioningItem(rollout.progress, session.samples.prompt_index, captured))
+        wanted = session.wanted_latents
+        tensors: list[tuple[str, int, Tensor]] = []
+        if first and k in wanted:
+            tensors.append(("latents", k, record.sample))
+        if k + 1 in wanted:
+            tensors.append(("latents", k + 1, record.next_sample))
+        for role in ("noise", "mean", "velocity"):
+            if (value := getattr(record, role)) is not None:
+                tensors.append((role, k, value))
+        session.step_bytes = sum(t.numel() * t.element_size() for _, _, t in tensors)
+        session.next_step = k + 1
+        rollout.bytes_under_way += session.step_bytes
+        finite = torch.isfinite(record.next_sample).flatten(1).all(1)
+        if record.log_prob is not None:
+            finite &= torch.isfinite(record.log_prob)
+        self._outbox.put(
+            StepItem(
+                rollout.progress,
+                session.samples.sample_indices,
+                k,
+                record.noise_std,
+                session.policy_version,
+                HostCopy(record.log_prob) if record.log_prob is not None else None,
+                HostCopy(finite),
+                tuple((role, index, HostCopy(tensor)) for role, index, tensor in tensors),
+            )
+        )
