@@ -1,0 +1,53 @@
+"""What a trainer imports: clients, trajectories, replay and typed errors."""
+
+from .client import AsyncRolloutClient, AsyncRolloutStream, RolloutClient, RolloutStream
+from .errors import (
+    AuthenticationError,
+    CancelledError,
+    DeadlineExceededError,
+    IntegrityError,
+    InvalidRequestError,
+    OverLimitError,
+    PolicyUnavailableError,
+    QueueFullError,
+    RolloutError,
+    ServerBugError,
+    UnavailableError,
+)
+from .events import Accepted, ConditioningEntry, ConditioningReceived, Event, Finished, SampleFinished, Started, Step
+from .replay import ReplayedStep, replay
+from .request import Prompt, Sample, StartState, build_request
+from .trajectory import Trajectory
+
+__all__ = [
+    "Accepted",
+    "AsyncRolloutClient",
+    "AsyncRolloutStream",
+    "AuthenticationError",
+    "CancelledError",
+    "ConditioningEntry",
+    "ConditioningReceived",
+    "DeadlineExceededError",
+    "Event",
+    "Finished",
+    "IntegrityError",
+    "InvalidRequestError",
+    "OverLimitError",
+    "PolicyUnavailableError",
+    "Prompt",
+    "QueueFullError",
+    "ReplayedStep",
+    "RolloutClient",
+    "RolloutError",
+    "RolloutStream",
+    "Sample",
+    "SampleFinished",
+    "ServerBugError",
+    "StartState",
+    "Started",
+    "Step",
+    "Trajectory",
+    "UnavailableError",
+    "build_request",
+    "replay",
+]

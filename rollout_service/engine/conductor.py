@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rollout_service.models.merge_table import MergeRule
 from rollout_service.scheduler import StepRecord
+from rollout_service.scheduler.pipeline import StartLatentsError
 
 from .batching import DenoiserCall, ForwardCounts, run_calls
 from .channel import Frame
@@ -206,8 +207,16 @@ class Conductor:
                 return
             media = HostCopy(session.media) if session.media is not None else None
             self._end(rollout, session, media=media)
+        except StartLatentsError as error:
+            self._reject(rollout, session, str(error))
         except Exception as error:  # whatever a pipeline raises ends its session's samples, and nothing else
             self._end(rollout, session, error=f"{type(error).__name__}: {error}")
+
+    def _reject(self, rollout: _Rollout, session: Session, problem: str) -> None:
+        """A start state that only the pipeline could find wrong: the whole request is at fault."""
+        fields = {"rollout_id": rollout.spec.rollout_id, "sample": session.samples.sample_indices[0], "problem": problem}
+        self._outbox.put_frame("rejected", fields)
+        self._cancel(rollout.spec.rollout_id)
 
     def _end(
         self, rollout: _Rollout, session: Session, error: str | None = None, media: HostCopy | None = None

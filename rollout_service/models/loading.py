@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import types
 import typing
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,10 @@ def load_pipeline(model: str, *, revision: str | None, dtype: torch.dtype, devic
     if path.exists() and not (path / "model_index.json").is_file():
         raise ModelError(f"{model}: not a diffusers checkpoint (no model_index.json); pass a directory that has one")
     try:
-        pipe = DiffusionPipeline.from_pretrained(model, revision=revision, torch_dtype=dtype)
+        with warnings.catch_warnings():
+            # The newer name of the argument is not known to every diffusers that we support.
+            warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
+            pipe = DiffusionPipeline.from_pretrained(model, revision=revision, torch_dtype=dtype)
     except Exception as error:  # diffusers and its hub client raise many kinds
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{model}: could not be loaded: {detail[0]}") from error
@@ -169,7 +174,8 @@ def _settable_arguments(pipeline_class: type[DiffusionPipeline]) -> dict[str, li
     for name in inspect.signature(pipeline_class.__call__).parameters:
         if name == "self" or name in OWNED_ARGUMENTS or name not in hints:
             continue
-        accepted = typing.get_args(hints[name]) or (hints[name],)
+        union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+        accepted = typing.get_args(hints[name]) if union else (hints[name],)
         kinds = [kind.__name__ for kind in (bool, int, float, str) if kind in accepted]
         # A str among other types is an image's path or a prompt's second form; only plain ones are settings.
         if kinds and set(accepted) <= {bool, int, float, str, type(None), list, list[str]}:

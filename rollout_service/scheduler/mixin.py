@@ -25,7 +25,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from torch import Tensor
 
-from .args import RolloutArgs, RolloutArgsError
+from .args import RolloutArgs, RolloutArgsError, validate_sigmas
 from .dynamics import log_prob, transition
 from .noise import NoiseSource
 
@@ -228,6 +228,7 @@ class SchedulerRLMixin:
         if state.args.sigmas is None:
             super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)  # type: ignore[misc]
             full_sigmas, full_timesteps = self.sigmas.cpu(), self.timesteps
+            validate_sigmas(tuple(full_sigmas.tolist()))
         else:
             full_sigmas = torch.tensor(state.args.sigmas, dtype=torch.float32)
             full_timesteps = (full_sigmas[:-1] * self.config.num_train_timesteps).to(device)  # type: ignore[attr-defined]

@@ -30,6 +30,10 @@ def call_directly(component: str, module: nn.Module, arguments: dict[str, Any]) 
     return module(**arguments)
 
 
+class StartLatentsError(ValueError):
+    """Latents to start from that the pipeline cannot start from."""
+
+
 class DenoiserProxy:
     """Stands in a pipeline for one of its denoisers, and hands each call to ``run``.
 
@@ -115,7 +119,7 @@ def clone_pipeline(
             generators advance as in a rollout from the start), in the shape that ``scheduler.step`` receives.
 
     Raises:
-        ValueError: at the pipeline's call, where ``start_latents`` has another shape than the drawn x_0.
+        StartLatentsError: at the pipeline's call, where ``start_latents`` has another shape than the drawn x_0.
     """
     proxies = {name: DenoiserProxy(name, module, run) for name, module in denoisers(pipe).items()}
     parameters = inspect.signature(type(pipe).__init__).parameters
@@ -142,7 +146,7 @@ def _wrap_prepare_latents(
         latents = returned[0] if isinstance(returned, tuple) else returned
         if start is not None:
             if start.shape != latents.shape:
-                raise ValueError(f"start latents have shape {list(start.shape)}; pass {list(latents.shape)}")
+                raise StartLatentsError(f"has shape {list(start.shape[1:])}; pass {list(latents.shape[1:])}")
             latents = start.to(latents.device)
         if wire is not None:
             latents = latents.to(wire).to(torch.promote_types(module_dtype, wire))

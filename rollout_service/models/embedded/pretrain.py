@@ -61,6 +61,7 @@ class Settings:
     muon_learning_rate: float = 4e-3
     adam_learning_rate: float = 2e-3
     ema_decay: float = 0.99
+    evaluation_noises: int = 2  # for each prompt; 0 leaves the evaluation out
     seed: int = 0
 
 
@@ -117,18 +118,29 @@ def average_over_processes(modules: torch.nn.Module, progress: float) -> float:
     return float(flat[-1])
 
 
+def make_optimizers(
+    pipeline: StableDiffusion3Pipeline, modules: torch.nn.Module, settings: Settings
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the transformer blocks' matrices, AdamW for the rest; each group keeps its ``initial_lr``."""
+    matrices = [parameter for parameter in pipeline.transformer.transformer_blocks.parameters() if parameter.ndim == 2]
+    known = {id(matrix) for matrix in matrices}
+    others = [parameter for parameter in modules.parameters() if id(parameter) not in known]
+    optimizers = (
+        Muon(matrices, settings.muon_learning_rate),
+        torch.optim.AdamW(others, settings.adam_learning_rate, fused=True),
+    )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers
+
+
 def train(settings: Settings, rank: int, console: Console) -> StableDiffusion3Pipeline:
     """Train one replica; all processes end with the same weights. Returns the averaged weights' pipeline."""
     pipeline = build_pipeline(settings.seed)
     modules = torch.nn.ModuleList([pipeline.transformer, *text_encoders(pipeline)])
     averaged = AveragedModel(modules, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
-    matrices = [parameter for parameter in pipeline.transformer.transformer_blocks.parameters() if parameter.ndim == 2]
-    others = [p for p in modules.parameters() if not any(p is matrix for matrix in matrices)]
-    optimizers = (
-        Muon(matrices, settings.muon_learning_rate),
-        torch.optim.AdamW(others, settings.adam_learning_rate, fused=True),
-    )
-    base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    optimizers = make_optimizers(pipeline, modules, settings)
 
     rng = np.random.default_rng([settings.seed, rank])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
@@ -149,8 +161,10 @@ def train(settings: Settings, rank: int, console: Console) -> StableDiffusion3Pi
             minutes = (time.monotonic() - started) / 60
             own_progress = step / settings.steps if settings.steps else minutes / settings.minutes
             progress = average_over_processes(modules, own_progress)
-            for optimizer, rate in zip(optimizers, base_rates, strict=True):
-                optimizer.param_groups[0]["lr"] = rate * min(1.0, 2 * (1 - min(progress, 1.0)))
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    # Constant over the first half, then linearly down to zero.
+                    group["lr"] = group["initial_lr"] * min(1.0, 2 * (1 - min(progress, 1.0)))
                 optimizer.step()
             averaged.update_parameters(modules)
             smooth_loss = loss.item() if step == 1 else 0.98 * smooth_loss + 0.02 * loss.item()
@@ -180,7 +194,7 @@ def save(pipeline: StableDiffusion3Pipeline, directory: Path) -> None:
     (directory / DEFAULTS_NAME).write_text(json.dumps(DEFAULTS, indent=2) + "\n")
 
 
-def evaluation_table(directory: Path, noises_per_prompt: int = 2) -> Table:
+def evaluation_table(directory: Path, noises_per_prompt: int) -> Table:
     """Score the saved pipeline on all prompts and on those held out, without and with guidance."""
     pipeline = DiffusionPipeline.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)
@@ -216,7 +230,8 @@ def _work(rank: int, settings: Settings, out: Path, rendezvous: str) -> None:
         distributed.destroy_process_group()
     if rank == 0:
         save(pipeline, out)
-        console.print(evaluation_table(out))
+        if settings.evaluation_noises:
+            console.print(evaluation_table(out, settings.evaluation_noises))
 
 
 def main(
@@ -228,16 +243,28 @@ def main(
     caption_noise: Annotated[
         float, typer.Option(help="Probability that an attribute of a caption is a random one.")
     ] = Settings.caption_noise,
+    evaluation_noises: Annotated[
+        int, typer.Option(help="Images to judge for each prompt, at the end; 0 for no evaluation.")
+    ] = Settings.evaluation_noises,
     seed: Annotated[int, typer.Option(help="Seed of the weights, images and noises.")] = Settings.seed,
 ) -> None:
     """Pretrain the embedded text-to-image model, save it, and print how well it draws."""
     settings = Settings(
-        minutes=minutes, steps=steps, processes=processes, images=images, caption_noise=caption_noise, seed=seed
+        minutes=minutes,
+        steps=steps,
+        processes=processes,
+        images=images,
+        caption_noise=caption_noise,
+        evaluation_noises=evaluation_noises,
+        seed=seed,
     )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         arguments = (settings, out, str(Path(directory) / "rendezvous"))
-        torch.multiprocessing.spawn(_work, arguments, nprocs=processes)
+        if processes == 1:
+            _work(0, *arguments)
+        else:
+            torch.multiprocessing.spawn(_work, arguments, nprocs=processes)
 
 
 if __name__ == "__main__":

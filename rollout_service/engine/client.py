@@ -1,0 +1,312 @@
+"""The frontend's side of the engine: starts its process, submits rollouts, hands out their frames, and starts it again
+when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from torch import Tensor
+
+from rollout_service.models.loading import ModelError, PipelineFacts
+
+from .channel import AsyncChannel, Frame
+from .spec import RolloutSpec
+
+log = structlog.get_logger(__name__)
+
+RESTART_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class EngineLostError(Exception):
+    """The engine process ended while the rollout ran, or is not up."""
+
+
+class QueueFullError(Exception):
+    """As many samples are queued as may be."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the engine process is started with."""
+
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+    threads: int
+    """CPU threads of torch; 0 leaves torch's default."""
+    max_batch_rows: int
+    max_running_samples: int
+    max_queued_samples: int
+    batch_invariant: bool
+    prompt_cache_bytes: int
+    start_timeout_seconds: float
+
+
+@dataclass
+class EngineStream:
+    """The frames of one rollout, in order."""
+
+    rollout_id: str
+    num_samples: int
+    queue_position: int
+    """Samples admitted before it that had not started."""
+    _client: EngineClient
+    _frames: asyncio.Queue[Frame | None] = field(default_factory=asyncio.Queue)
+    started: bool = False
+    ended: bool = False
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """Frames up to and including ``finished``.
+
+        Raises:
+            EngineLostError: the engine process ended.
+        """
+        while True:
+            frame = await self._frames.get()
+            if frame is None:
+                raise EngineLostError("the engine process ended")
+            yield frame
+            if frame.kind == "finished":
+                return
+
+    async def ack(self, frame: Frame) -> None:
+        """Tell the engine that a ``steps`` frame has been passed on, which makes room in the stream's buffer."""
+        nbytes = frame.fields["account_bytes"]
+        if nbytes and not self.ended:
+            await self._client.send("ack", {"rollout_id": self.rollout_id, "nbytes": nbytes})
+
+    async def close(self) -> None:
+        """Cancel the rollout unless it has ended."""
+        if not self.ended:
+            await self._client.send("cancel", {"rollout_id": self.rollout_id})
+
+
+class EngineClient:
+    """One engine process.
+
+    Args:
+        settings: what it is started with.
+        on_change: called when the engine comes up (True) or goes down (False).
+    """
+
+    def __init__(self, settings: EngineSettings, on_change: Callable[[bool], None] = lambda up: None) -> None:
+        self.settings = settings
+        self.restarts = 0
+        self._on_change = on_change
+        self._facts: PipelineFacts | None = None
+        self._channel: AsyncChannel | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._streams: dict[str, EngineStream] = {}
+        self._status_requests: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._request_ids = itertools.count()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def facts(self) -> PipelineFacts:
+        """The facts of the loaded pipeline; known once started."""
+        if self._facts is None:
+            raise RuntimeError("the engine has not been started")
+        return self._facts
+
+    @property
+    def ready(self) -> bool:
+        """Whether rollouts can be submitted."""
+        return self._channel is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def open_streams(self) -> int:
+        """Rollouts that have not ended."""
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Start the process and wait until the model is loaded and checked.
+
+        Raises:
+            ModelError: the model cannot be served.
+        """
+        await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def stop(self) -> None:
+        """End the process; running rollouts are cut."""
+        self._stopping = True
+        if self._channel is not None:
+            await self.send("stop", {})
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout=5)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    async def submit(self, spec: RolloutSpec, start_latents: Mapping[int, Tensor]) -> EngineStream:
+        """Admit a rollout.
+
+        Args:
+            spec: the rollout.
+            start_latents: by sample index, x_k in the wire dtype without a batch dimension.
+
+        Raises:
+            QueueFullError: no room for its samples.
+            EngineLostError: the engine is not up.
+        """
+        if not self.ready:
+            raise EngineLostError("the engine is being restarted")
+        outstanding = sum(stream.num_samples for stream in self._streams.values())
+        room = self.settings.max_running_samples + self.settings.max_queued_samples - outstanding
+        if len(spec.samples) > room:
+            raise QueueFullError(f"{outstanding} samples are running or queued; {room} more are admitted now")
+        position = sum(stream.num_samples for stream in self._streams.values() if not stream.started)
+        stream = EngineStream(spec.rollout_id, len(spec.samples), position, self)
+        self._streams[spec.rollout_id] = stream
+        fields = {"spec": spec.to_fields(), "start_samples": list(start_latents)}
+        await self.send("submit", fields, tuple(start_latents.values()))
+        return stream
+
+    async def status(self) -> dict[str, Any]:
+        """Exact counts from the conductor, taken between two forwards.
+
+        Raises:
+            EngineLostError: the engine is not up.
+        """
+        if not self.ready:
+            raise EngineLostError("the engine is being restarted")
+        request = next(self._request_ids)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._status_requests[request] = future
+        await self.send("status", {"request": request})
+        return await future
+
+    async def send(self, kind: str, fields: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
+        """Send one command; silently nothing if the engine is gone, which its streams learn from the supervisor."""
+        if self._channel is not None:
+            try:
+                await self._channel.send(kind, fields, tensors)
+            except OSError:
+                log.warning("engine.unreachable", command=kind)
+
+    # -- the process
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rollout_service.engine.process",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that Ctrl-C at a terminal reaches the frontend alone
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        finally:
+            theirs.close()
+        channel = AsyncChannel(ours)
+        settings = self.settings
+        configure = {
+            "model": settings.model,
+            "revision": settings.revision,
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "threads": settings.threads,
+            "conductor": {
+                "max_batch_rows": settings.max_batch_rows,
+                "max_running_samples": settings.max_running_samples,
+                "batch_invariant": settings.batch_invariant,
+                "prompt_cache_bytes": settings.prompt_cache_bytes,
+            },
+        }
+        try:
+            await channel.send("configure", configure)
+            frame = await asyncio.wait_for(channel.receive(), timeout=settings.start_timeout_seconds)
+        except (OSError, TimeoutError) as error:
+            await self._discard(channel)
+            raise ModelError(f"{settings.model}: the engine did not start: {type(error).__name__}") from error
+        except BaseException:
+            await self._discard(channel)
+            raise
+        if frame is None or frame.kind != "ready":
+            await self._discard(channel)
+            message = frame.fields["message"] if frame else "the engine process ended while loading it (out of memory?)"
+            raise ModelError(message if frame else f"{settings.model}: {message}")
+        self._facts = PipelineFacts(**frame.fields)
+        self._channel = channel
+        self._on_change(True)
+
+    async def _discard(self, channel: AsyncChannel) -> None:
+        channel.close()
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+
+    async def _supervise(self) -> None:
+        while True:
+            assert self._channel is not None and self._process is not None
+            await self._pump(self._channel)
+            channel, self._channel = self._channel, None
+            self._on_change(False)
+            self._abandon_streams()
+            await self._discard(channel)
+            if self._stopping:
+                return
+            log.error("engine.ended", returncode=self._process.returncode)
+            await self._restart()
+
+    async def _restart(self) -> None:
+        for attempt in itertools.count():
+            await asyncio.sleep(RESTART_BACKOFF_SECONDS[min(attempt, len(RESTART_BACKOFF_SECONDS) - 1)])
+            self.restarts += 1
+            try:
+                await self._spawn()
+            except ModelError as error:
+                log.error("engine.restart_failed", error=str(error))
+            else:
+                log.info("engine.restarted", restarts=self.restarts)
+                return
+
+    async def _pump(self, channel: AsyncChannel) -> None:
+        """Hand frames to their streams until the engine is gone."""
+        while (frame := await channel.receive()) is not None:
+            if frame.kind == "status":
+                future = self._status_requests.pop(frame.fields["request"], None)
+                if future is not None and not future.done():
+                    future.set_result(frame.fields)
+                continue
+            stream = self._streams.get(frame.fields["rollout_id"])
+            if stream is None:
+                continue
+            stream.started |= frame.kind == "started"
+            if frame.kind == "finished":
+                stream.ended = True
+                del self._streams[stream.rollout_id]
+            stream._frames.put_nowait(frame)
+
+    def _abandon_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.ended = True
+            stream._frames.put_nowait(None)
+        self._streams.clear()
+        for future in self._status_requests.values():
+            if not future.done():
+                future.set_exception(EngineLostError("the engine process ended"))
+        self._status_requests.clear()

@@ -1,0 +1,1 @@
+"""gRPC: servicers, request parsing, events and errors."""

@@ -1,0 +1,93 @@
+"""A server: an engine, its gRPC front, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import structlog
+from diffusion_rollout.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollout_service.config import ServerConfig
+from rollout_service.engine.client import EngineClient
+from rollout_service.rpc.servicer import RolloutServicer
+
+log = structlog.get_logger(__name__)
+
+ROLLOUT_SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+POLICY_SERVICE = policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
+
+#: What a message may have beyond its payload: a bound on requests that the protocol's own limit does not reach.
+_REQUEST_OVERHEAD = 1 << 20
+
+
+class Server:
+    """Use as an async context manager: the engine is up and the port bound inside it.
+
+    Args:
+        config: everything there is to set.
+
+    Raises:
+        ModelError: on entering, when the model cannot be served.
+        OSError: on entering, when the address cannot be bound.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.engine = EngineClient(config.engine_settings(), self._engine_changed)
+        self.port = 0
+        self._health = health.aio.HealthServicer()
+        self._servicer = RolloutServicer(self.engine, config)
+        self._server: grpc.aio.Server | None = None
+        self._draining = False
+        self._health_tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Server:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", self.config.max_request_bytes + _REQUEST_OVERHEAD),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self._servicer, server)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_pb2_grpc.PolicyServiceServicer(), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (ROLLOUT_SERVICE, POLICY_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            self.port = server.add_insecure_port(self.config.address)
+        except RuntimeError as error:
+            raise OSError(f"address: {self.config.address} cannot be bound; pass a free host:port") from error
+        await self._set_health(False)
+        await self.engine.start()
+        await server.start()
+        self._server = server
+        log.info("server.started", port=self.port, model=self.engine.facts.model)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Admit nothing more, let running rollouts end for ``drain_seconds``, then stop."""
+        if self._draining:
+            return
+        self._draining = True
+        self._servicer.drain()
+        await self._set_health(False)
+        if self._server is not None:
+            await self._server.stop(self.config.drain_seconds)
+        await self.engine.stop()
+        log.info("server.stopped")
+
+    def _engine_changed(self, up: bool) -> None:
+        task = asyncio.get_running_loop().create_task(self._set_health(up and not self._draining))
+        self._health_tasks.add(task)
+        task.add_done_callback(self._health_tasks.discard)
+
+    async def _set_health(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", ROLLOUT_SERVICE):
+            await self._health.set(service, status)
