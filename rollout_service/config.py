@@ -8,7 +8,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_service.engine.client import EngineSettings
-from rollout_service.models.embedded import CHECKPOINT_PATH
 
 MIB = 1 << 20
 
@@ -27,8 +26,8 @@ class ServerConfig(BaseSettings):
         protected_namespaces=(),
     )
 
-    model: str = str(CHECKPOINT_PATH)
-    """Checkpoint directory or hub id; default: the embedded model."""
+    model: str = "embedded"
+    """Checkpoint directory or hub id, or `embedded`: the small model that comes with the service."""
     revision: str | None = None
     """Hub revision of the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -38,7 +38,7 @@ class Server:
         self.config = config
         self.engine = EngineClient(config.engine_settings(), self._engine_changed)
         self.port = 0
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servicer = RolloutServicer(self.engine, config)
         self._server: grpc.aio.Server | None = None
         self._draining = False

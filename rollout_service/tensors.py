@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusion_rollout.v1 import tensor_pb2
@@ -19,13 +20,14 @@ TORCH_DTYPES: dict[int, torch.dtype] = {
     tensor_pb2.DATA_TYPE_BOOL: torch.bool,
     tensor_pb2.DATA_TYPE_FLOAT64: torch.float64,
 }
-DATA_TYPES: dict[torch.dtype, int] = {dtype: number for number, dtype in TORCH_DTYPES.items()}
+DATA_TYPES: dict[torch.dtype, Any] = {dtype: number for number, dtype in TORCH_DTYPES.items()}
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The row-major little-endian bytes of a CPU tensor: a view of its memory where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    view: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(view)
 
 
 def from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

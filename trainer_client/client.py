@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -66,7 +65,7 @@ class RolloutStream:
     def __enter__(self) -> RolloutStream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.cancel()
 
 
@@ -106,9 +105,7 @@ class AsyncRolloutStream:
     async def __aenter__(self) -> AsyncRolloutStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.cancel()
 
 
@@ -181,7 +178,7 @@ class RolloutClient:
     def __enter__(self) -> RolloutClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -233,7 +230,5 @@ class AsyncRolloutClient:
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()

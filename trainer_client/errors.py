@@ -61,7 +61,7 @@ class IntegrityError(RolloutError):
 
 
 class ServerBugError(RolloutError):
-    """A status that the protocol does not name (INTERNAL, UNKNOWN, ...): a bug of the server, or of something between."""
+    """A status that the protocol does not name (INTERNAL, UNKNOWN, ...): a bug of the server or on the way."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {

@@ -204,8 +204,12 @@ class EventDecoder:
 
     def _accept(self, accepted: pb.RolloutAccepted) -> Accepted:
         expected = [
-            (index, sample.seed, sample.initial_noise_seed if sample.HasField("initial_noise_seed") else sample.seed,
-             sample.start_state.step_index)
+            (
+                index,
+                sample.seed,
+                sample.initial_noise_seed if sample.HasField("initial_noise_seed") else sample.seed,
+                sample.start_state.step_index,
+            )
             for index, prompt in enumerate(self._request.prompts)
             for sample in expanded_samples(prompt)
         ]
@@ -225,9 +229,9 @@ class EventDecoder:
             raise IntegrityError(f"the schedule has {len(sigmas)} values for {self._accepted.num_steps} steps")
         sampling = self._request.sampling
         stochastic = tuple(started.stochastic_step_indices)
-        if sampling.HasField("stochastic_step_indices"):
-            if not set(stochastic) <= set(sampling.stochastic_step_indices.indices):
-                raise IntegrityError("steps are stochastic that were not to be")
+        chosen = sampling.stochastic_step_indices.indices
+        if sampling.HasField("stochastic_step_indices") and not set(stochastic) <= set(chosen):
+            raise IntegrityError("steps are stochastic that were not to be")
         self._started = Started(started.policy_version, sigmas, stochastic, tuple(started.latents_indices))
         return self._started
 
@@ -245,9 +249,7 @@ class EventDecoder:
             self._conditioning_assembly = None
         if part.name:
             entries.append(
-                ConditioningEntry(
-                    part.call_index, part.component, part.name, value, part.batched, part.rows_per_sample
-                )
+                ConditioningEntry(part.call_index, part.component, part.name, value, part.batched, part.rows_per_sample)
             )
         if part.last:
             yield ConditioningReceived(part.prompt_index, tuple(self._conditioning.pop(part.prompt_index)))
@@ -279,7 +281,8 @@ class EventDecoder:
         return self._samples[index]
 
     def _complete_step(self, message: pb.SampleStep) -> Step:
-        assert self._started is not None and self._accepted is not None
+        assert self._started is not None
+        assert self._accepted is not None
         sample, k = message.sample_index, message.step_index
         state = self._sample(sample)
         if k != state.next_step:
@@ -287,8 +290,10 @@ class EventDecoder:
         stochastic = k in self._started.stochastic_steps
         has_log_prob = message.HasField("log_prob")
         if has_log_prob != stochastic or (message.noise_std > 0) != stochastic:
-            raise IntegrityError(f"sample {sample}, step {k}: a log-prob and a noise std must be there if and only if the step "
-                                 "is stochastic")
+            raise IntegrityError(
+                f"sample {sample}, step {k}: a log-prob and a noise std must be there if and only if the step "
+                "is stochastic"
+            )
         if has_log_prob and not math.isfinite(message.log_prob):
             raise IntegrityError(f"sample {sample}, step {k}: the log-prob is {message.log_prob}")
         first = k == self._accepted.samples[sample].start_step
@@ -326,7 +331,9 @@ class EventDecoder:
         error = message.error if message.HasField("error") else None
         state.failed = error is not None
         if message.digest != state.digest.intdigest() or message.num_steps != state.steps:
-            raise IntegrityError(f"sample {message.sample_index}: its digest or number of steps is not that of what arrived")
+            raise IntegrityError(
+                f"sample {message.sample_index}: its digest or number of steps is not that of what arrived"
+            )
         if error is None and self._accepted is not None and state.next_step != self._accepted.num_steps:
             raise IntegrityError(f"sample {message.sample_index}: ended at step {state.next_step} without an error")
         media: Tensor | tuple[bytes, ...] | None = None
@@ -356,4 +363,3 @@ def expanded_samples(prompt: pb.PromptRequest) -> list[pb.SampleRequest]:
         first = prompt.seed_range.seed
         return [pb.SampleRequest(seed=seed) for seed in range(first, first + prompt.seed_range.count)]
     return list(prompt.samples)
-

@@ -190,4 +190,3 @@ def _hand_over(record: StepRecord) -> None:
 def _run_with_gradients(component: str, module: nn.Module, arguments: dict[str, Any]) -> Any:
     torch.set_grad_enabled(True)
     return module(**arguments)
-

@@ -312,4 +312,3 @@ class TrajectoryBuilder:
             finished=self._finished,
             **self._tensors,
         )
-

@@ -109,7 +109,7 @@ def _run(calls: Sequence[DenoiserCall], rule: MergeRule | None, max_rows: int, p
         name: torch.cat([call.arguments[name] for call in calls]) if _is_batched(name, value, rule) else value
         for name, value in first.arguments.items()
     }
-    chunks = []
+    chunks: list[list[Tensor]] = []
     for start in range(0, total, max_rows):
         size = min(max_rows, total - start)
         padding = max_rows - size if pad else 0

@@ -261,7 +261,8 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         while True:
-            assert self._channel is not None and self._process is not None
+            assert self._channel is not None
+            assert self._process is not None
             await self._pump(self._channel)
             channel, self._channel = self._channel, None
             self._on_change(False)

@@ -214,7 +214,11 @@ class Conductor:
 
     def _reject(self, rollout: _Rollout, session: Session, problem: str) -> None:
         """A start state that only the pipeline could find wrong: the whole request is at fault."""
-        fields = {"rollout_id": rollout.spec.rollout_id, "sample": session.samples.sample_indices[0], "problem": problem}
+        fields = {
+            "rollout_id": rollout.spec.rollout_id,
+            "sample": session.samples.sample_indices[0],
+            "problem": problem,
+        }
         self._outbox.put_frame("rejected", fields)
         self._cancel(rollout.spec.rollout_id)
 

@@ -24,7 +24,8 @@ from .spec import RolloutSpec
 class Send(Protocol):
     """How a frame is sent."""
 
-    def __call__(self, kind: str, fields: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None: ...
+    def __call__(self, kind: str, fields: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Send it."""
 
 
 class HostCopy:

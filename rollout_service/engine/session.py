@@ -5,6 +5,7 @@ The samples of one prompt that start at the same step share a session.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,10 +112,8 @@ class Session:
         """End it where it is parked."""
         self.call = None
         if self._greenlet is not None and not self._greenlet.dead:
-            try:
+            with contextlib.suppress(SessionCancelled):
                 self._greenlet.throw(SessionCancelled)
-            except SessionCancelled:
-                pass
 
     def _park(self, component: str, module: nn.Module, arguments: dict[str, Any]) -> Any:
         call = DenoiserCall(component, module, arguments, self._shared_keys.setdefault(component, {}))
@@ -134,7 +133,7 @@ class Session:
             start_step=samples.start_step,
             sink=self._on_record,
         )
-        clone = clone_pipeline(
+        clone: Any = clone_pipeline(
             self.pipe,
             self.scheduler,
             run=self._park,
@@ -175,9 +174,7 @@ class Session:
                 if batched:
                     value = _one_sample(value, len(self.samples.sample_indices))
                     batched = value.shape[0] == rows_per_sample
-                captured.append(
-                    CapturedConditioning(call_index, call.component, name, rows_per_sample, value, batched)
-                )
+                captured.append(CapturedConditioning(call_index, call.component, name, rows_per_sample, value, batched))
         self.conditioning_calls = []
         return captured
 
@@ -193,4 +190,3 @@ def to_uint8(images: Tensor | Sequence[Tensor]) -> Tensor:
     """Decoded media in [0, 1], [K, 3, H, W] or [K, F, 3, H, W], as uint8 with channels last; as diffusers rounds."""
     stacked = images if isinstance(images, Tensor) else torch.stack(list(images))
     return (stacked.float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).contiguous()
-

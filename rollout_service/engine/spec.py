@@ -74,7 +74,7 @@ class RolloutSpec:
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> RolloutSpec:
         """Undo :meth:`to_fields` (after a round trip through JSON)."""
-        args = {name: tuple(v) if isinstance(v, list) else v for name, v in fields["args"].items()}
+        args: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields["args"].items()}
         if args["latents_dtype"]:
             args["latents_dtype"] = getattr(torch, args["latents_dtype"])
         latents = fields["latents"]

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
+from rollout_service.models.embedded import CHECKPOINT_PATH
 from rollout_service.scheduler import rollout_scheduler
 from rollout_service.scheduler.pipeline import denoisers, images_per_prompt_argument
 
 DEFAULTS_FILE = "rollout_defaults.json"
+EMBEDDED = "embedded"
 
 #: Arguments of a pipeline's call that the service sets itself; a request cannot.
 OWNED_ARGUMENTS = frozenset(
@@ -78,20 +80,26 @@ class PipelineFacts:
         return self.frame_multiple > 0
 
 
+def checkpoint_path(model: str) -> Path:
+    """The directory of a local or the embedded checkpoint; a path that does not exist for a hub id."""
+    return CHECKPOINT_PATH if model == EMBEDDED else Path(model)
+
+
 def load_pipeline(model: str, *, revision: str | None, dtype: torch.dtype, device: str) -> DiffusionPipeline:
-    """Load a checkpoint directory or hub id.
+    """Load a checkpoint directory, a hub id, or `embedded`.
 
     Raises:
         ModelError: it cannot be loaded, or is not a flow-matching pipeline with a known denoiser.
     """
-    path = Path(model)
+    path = checkpoint_path(model)
     if path.exists() and not (path / "model_index.json").is_file():
         raise ModelError(f"{model}: not a diffusers checkpoint (no model_index.json); pass a directory that has one")
     try:
         with warnings.catch_warnings():
             # The newer name of the argument is not known to every diffusers that we support.
             warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
-            pipe = DiffusionPipeline.from_pretrained(model, revision=revision, torch_dtype=dtype)
+            source = str(path) if path.exists() else model
+            pipe = DiffusionPipeline.from_pretrained(source, revision=revision, torch_dtype=dtype)
     except Exception as error:  # diffusers and its hub client raise many kinds
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{model}: could not be loaded: {detail[0]}") from error
@@ -113,7 +121,7 @@ def read_defaults(model: str) -> dict[str, Any]:
     Raises:
         ModelError: the file is not what it should be.
     """
-    path = Path(model) / DEFAULTS_FILE
+    path = checkpoint_path(model) / DEFAULTS_FILE
     if not path.is_file():
         return {}
     try:
@@ -198,7 +206,8 @@ _PACKING = {"FluxPipeline": 2, "QwenImagePipeline": 2}
 
 def _size_multiple(pipe: DiffusionPipeline) -> int:
     """Pixels per token side: what the VAE, the pipeline's packing and the denoiser's patches divide by."""
-    patch = next(iter(denoisers(pipe).values())).config.get("patch_size", 1)
+    config: Any = next(iter(denoisers(pipe).values())).config
+    patch = config.get("patch_size", 1)
     patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
     packing = _PACKING.get(type(pipe).__name__)
     multiple = _spatial_factor(pipe) * (packing or patch or 1)

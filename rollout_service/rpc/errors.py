@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -39,7 +39,7 @@ class ServiceError(Exception):
 
     def to_status(self) -> status_pb2.Status:
         """As a google.rpc.Status."""
-        details = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
+        details: list[Any] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
         if self.field is not None:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=str(self))
             details.append(error_details_pb2.BadRequest(field_violations=[violation]))

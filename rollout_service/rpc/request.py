@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ def parse_request(
     return ParsedRequest(spec, start_latents, max_event_bytes)
 
 
-def _choose(value: int, field: str, choices: dict[int, Any]) -> Any:
+def _choose(value: int, field: str, choices: Mapping[Any, Any]) -> Any:
     if value not in choices:
         raise invalid(field, f"{value} is not a known value; pass one that the protocol names and this field allows")
     return choices[value]
@@ -219,7 +219,9 @@ def _parse_start_state(
         raise invalid(f"{field}.step_index", f"{state.step_index} is out of range; pass 0 to {num_steps - 1}")
     path = f"{field}.latents"
     if TORCH_DTYPES.get(state.latents.dtype) != args.latents_dtype:
-        raise invalid(f"{path}.dtype", "is not the wire dtype; pass latents as the service sends them (output.latents_dtype)")
+        raise invalid(
+            f"{path}.dtype", "is not the wire dtype; pass latents as the service sends them (output.latents_dtype)"
+        )
     if not state.latents.shape or 0 in state.latents.shape or len(state.latents.shape) > 8:
         raise invalid(f"{path}.shape", "pass the shape in which the service sends latents, without a batch dimension")
     if shape is not None and tuple(state.latents.shape) != shape:
@@ -273,8 +275,11 @@ def _checked_frames(value: int, facts: PipelineFacts, config: ServerConfig) -> i
     if value > config.max_frames:
         raise over_limit("pipeline.num_frames", value, "max_frames", config.max_frames)
     if value < 1 or (value - 1) % facts.frame_multiple:
-        raise invalid("pipeline.num_frames", f"{value} is not a multiple of {facts.frame_multiple} plus 1; pass for example "
-                      f"{max(0, value - 1) // facts.frame_multiple * facts.frame_multiple + 1}")
+        raise invalid(
+            "pipeline.num_frames",
+            f"{value} is not a multiple of {facts.frame_multiple} plus 1; pass for example "
+            f"{max(0, value - 1) // facts.frame_multiple * facts.frame_multiple + 1}",
+        )
     return value
 
 
@@ -319,6 +324,8 @@ def _check_policy(request: pb.GenerateRolloutRequest) -> None:
     policy = request.policy
     if policy.HasField("max_wait"):
         if policy.WhichOneof("kind") is None:
-            raise invalid("policy.max_wait", "given without a version to wait for; pass exactly or at_least, or leave it out")
+            raise invalid(
+                "policy.max_wait", "given without a version to wait for; pass exactly or at_least, or leave it out"
+            )
         if policy.max_wait.seconds < 0 or policy.max_wait.nanos < 0:
             raise invalid("policy.max_wait", "is negative; pass how long to wait at most")

@@ -49,9 +49,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Admit nothing from now on."""
         self._draining = True
 
-    async def GenerateRollout(
-        self, request: pb.GenerateRolloutRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def GenerateRollout(self, request: pb.GenerateRolloutRequest, context: grpc.aio.ServicerContext) -> None:
         """See the protocol. Writes to the context, so that a dropped stream raises here and cancels the rollout."""
         rollout_id = uuid.uuid4().hex
         try:
@@ -154,7 +152,7 @@ def _check_version(policy: pb.PolicyRequirement) -> None:
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "POLICY_UNAVAILABLE",
-            f"policy.{kind}: version {getattr(policy, kind)} is not on this server, which has version {BASE_POLICY_VERSION}",
+            f"policy.{kind}: this server has version {BASE_POLICY_VERSION}, not {getattr(policy, kind)}",
             field=f"policy.{kind}",
         )
 
@@ -203,8 +201,19 @@ def pipeline_settings(arguments: dict[str, object]) -> pb.PipelineSettings:
 
 def server_info(facts: PipelineFacts, config: ServerConfig) -> pb.GetServerInfoResponse:
     """What GetServerInfo answers."""
-    shared = ("max_prompts", "max_prompt_bytes", "max_samples", "max_steps", "max_pixels", "max_frames",
-              "max_request_bytes", "max_running_samples", "max_queued_samples", "max_batch_rows", "default_event_bytes")
+    shared = (
+        "max_prompts",
+        "max_prompt_bytes",
+        "max_samples",
+        "max_steps",
+        "max_pixels",
+        "max_frames",
+        "max_request_bytes",
+        "max_running_samples",
+        "max_queued_samples",
+        "max_batch_rows",
+        "default_event_bytes",
+    )
     return pb.GetServerInfoResponse(
         version=rollout_service.__version__,
         model=facts.model,

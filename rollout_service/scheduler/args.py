@@ -33,7 +33,7 @@ class RolloutArgs:
     dynamics: str = "sde"
     """``ode``, ``sde`` (Flow-SDE), ``dance`` (Dance-SDE) or ``cps``."""
     noise_level: float | None = None
-    """eta: > 0 for ``sde`` and ``dance``, in (0, 1] for ``cps`` (0 allowed with ``squared_error``); None for ``ode``."""
+    """eta: > 0 for ``sde`` and ``dance``, in (0, 1] for ``cps`` (0 with ``squared_error``); None for ``ode``."""
     log_prob_kind: str | None = None
     """``gaussian`` or ``squared_error``; None is what the references use with the dynamics; None for ``ode``."""
     stochastic_step_indices: tuple[int, ...] | None = None
@@ -61,7 +61,9 @@ class RolloutArgs:
         one_of(self.dynamics, "dynamics", DYNAMICS)
         one_of(self.noise_mode, "noise_mode", NOISE_MODES)
         if self.latents_dtype is not None and self.latents_dtype not in LATENTS_DTYPES:
-            raise RolloutArgsError("latents_dtype", f"{self.latents_dtype} is not served; pass float32, bfloat16 or float16")
+            raise RolloutArgsError(
+                "latents_dtype", f"{self.latents_dtype} is not served; pass float32, bfloat16 or float16"
+            )
         for name in self.debug:
             one_of(name, "debug", DEBUG_TENSORS)
         if self.dynamics == "ode":
@@ -71,7 +73,9 @@ class RolloutArgs:
         if self.sigmas is not None:
             validate_sigmas(self.sigmas)
             if num_steps is not None and len(self.sigmas) != num_steps + 1:
-                raise RolloutArgsError("sigmas", f"{len(self.sigmas)} given for {num_steps} steps; pass {num_steps + 1}")
+                raise RolloutArgsError(
+                    "sigmas", f"{len(self.sigmas)} given for {num_steps} steps; pass {num_steps + 1}"
+                )
             num_steps = len(self.sigmas) - 1
         if self.stochastic_step_indices is not None:
             validate_indices("stochastic_step_indices", self.stochastic_step_indices, num_steps)
@@ -79,7 +83,9 @@ class RolloutArgs:
     def _validate_ode(self) -> None:
         for name in ("noise_level", "log_prob_kind", "stochastic_step_indices"):
             if getattr(self, name) is not None:
-                raise RolloutArgsError(name, "not with ode, which injects no noise; leave it out, or pass sde, dance or cps")
+                raise RolloutArgsError(
+                    name, "not with ode, which injects no noise; leave it out, or pass sde, dance or cps"
+                )
 
     def _validate_stochastic(self) -> None:
         kind = self.resolved_log_prob_kind
@@ -159,7 +165,9 @@ def validate_sigmas(sigmas: tuple[float, ...]) -> None:
         if not (math.isfinite(sigma) and 0 <= sigma <= 1):
             raise RolloutArgsError("sigmas", f"value {k} is {sigma}; pass noise levels from 0 to 1")
         if k and sigma >= sigmas[k - 1]:
-            raise RolloutArgsError("sigmas", f"value {k} ({sigma}) is not below value {k - 1}; pass a decreasing schedule")
+            raise RolloutArgsError(
+                "sigmas", f"value {k} ({sigma}) is not below value {k - 1}; pass a decreasing schedule"
+            )
         if float(np.float32(sigma)) != sigma:
             raise RolloutArgsError("sigmas", f"value {k} ({sigma!r}) is not an fp32 value; round it first (as_float32)")
 
@@ -175,4 +183,6 @@ def validate_indices(field: str, indices: tuple[int, ...], stop: int | None) -> 
             wanted = f"0 to {stop - 1}" if stop is not None else "0 or more"
             raise RolloutArgsError(field, f"{index} is out of range; pass indices from {wanted}")
         if position and index <= indices[position - 1]:
-            raise RolloutArgsError(field, f"{index} comes after {indices[position - 1]}; pass each index once, in order")
+            raise RolloutArgsError(
+                field, f"{index} comes after {indices[position - 1]}; pass each index once, in order"
+            )

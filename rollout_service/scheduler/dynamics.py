@@ -71,10 +71,7 @@ def coefficients(
         # s'^2 - std^2 = (s' cos)^2: the square root without the cancellation (and without a negative at n = 1).
         keep = s_next * math.cos(n * math.pi / 2)
         return (1 - s_next) + keep, keep * (1 - s) - (1 - s_next) * s, std
-    if dynamics == "sde":
-        a_squared = n * n * s / (1 - _away_from_one(s, sigma_max))
-    else:
-        a_squared = n * n
+    a_squared = n * n * s / (1 - _away_from_one(s, sigma_max)) if dynamics == "sde" else n * n
     return 1 - a_squared * d / (2 * s), -d * (1 + a_squared * (1 - s) / (2 * s)), (a_squared * d) ** 0.5
 
 
@@ -115,20 +112,21 @@ def transition(
         raise ValueError(
             f"sample and velocity need one shape [B, ...], not {list(sample.shape)} and {list(velocity.shape)}"
         )
-    per_sample = isinstance(sigma, Tensor) or isinstance(sigma_next, Tensor)
-    if per_sample:
-        sigma, sigma_next, sigma_max = (
-            torch.as_tensor(s, dtype=torch.float64, device=sample.device).expand(sample.shape[0])
-            for s in (sigma, sigma_next, sigma_max)
-        )
-    a, b, std = coefficients(dynamics, sigma, sigma_next, sigma_max, noise_level)
     x, v = sample.float(), velocity.float()
     # Two products and one sum, never an fma: so that `ode` is bit-identical to diffusers' `sample + dt * v`.
-    if per_sample:
+    if isinstance(sigma, Tensor) or isinstance(sigma_next, Tensor):
+        s, s_next, s_max = (_per_sample(value, sample) for value in (sigma, sigma_next, sigma_max))
+        a, b, std = coefficients(dynamics, s, s_next, s_max, noise_level)
         rows = (-1,) + (1,) * (sample.ndim - 1)
-        return a.float().view(rows) * x + b.float().view(rows) * v, std.float()
+        a, b, std = (torch.as_tensor(value, dtype=torch.float32) for value in (a, b, std))
+        return a.view(rows) * x + b.view(rows) * v, std
+    a, b, std = coefficients(dynamics, sigma, sigma_next, sigma_max, noise_level)
     mean = x + b * v if a == 1.0 else a * x + b * v
-    return mean, torch.tensor(std, dtype=torch.float32, device=sample.device)
+    return mean, torch.as_tensor(std, dtype=torch.float32, device=sample.device)
+
+
+def _per_sample(sigma: float | Tensor, sample: Tensor) -> Tensor:
+    return torch.as_tensor(sigma, dtype=torch.float64, device=sample.device).expand(sample.shape[0])
 
 
 def log_prob(next_sample: Tensor, mean: Tensor, noise_std: float | Tensor, kind: str = "gaussian") -> Tensor:

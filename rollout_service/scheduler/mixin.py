@@ -71,7 +71,9 @@ class _Rollout:
 
     def steps(self, num_steps: int) -> tuple[int, ...]:
         if self.start_step >= num_steps:
-            raise RolloutArgsError("start_step", f"{self.start_step} is not a step of {num_steps}; pass 0 to {num_steps - 1}")
+            raise RolloutArgsError(
+                "start_step", f"{self.start_step} is not a step of {num_steps}; pass 0 to {num_steps - 1}"
+            )
         return tuple(range(self.start_step, num_steps))
 
 
@@ -86,7 +88,9 @@ class _Replay:
 
     def steps(self, num_steps: int) -> tuple[int, ...]:
         if self.replayed[-1] >= num_steps:
-            raise RolloutArgsError("steps", f"{self.replayed[-1]} is not a step of {num_steps}; pass 0 to {num_steps - 1}")
+            raise RolloutArgsError(
+                "steps", f"{self.replayed[-1]} is not a step of {num_steps}; pass 0 to {num_steps - 1}"
+            )
         return self.replayed
 
 
@@ -207,9 +211,13 @@ class SchedulerRLMixin:
     def _check_supported(self) -> None:
         config = self.config  # type: ignore[attr-defined]
         if config.stochastic_sampling:
-            raise RolloutArgsError("stochastic_sampling", "this scheduler config draws noise of its own; set it to False")
+            raise RolloutArgsError(
+                "stochastic_sampling", "this scheduler config draws noise of its own; set it to False"
+            )
         if config.invert_sigmas:
-            raise RolloutArgsError("invert_sigmas", "schedules that rise from 0 to 1 are not supported; set it to False")
+            raise RolloutArgsError(
+                "invert_sigmas", "schedules that rise from 0 to 1 are not supported; set it to False"
+            )
 
     # `sigmas`, `mu` and `timesteps` are spelt out because pipelines look for them in this signature.
     def set_timesteps(
@@ -270,7 +278,7 @@ class SchedulerRLMixin:
         if args or changed:
             raise RolloutArgsError("step", f"a rollout cannot honour {', '.join(changed) or 'positional options'}")
         next_sample = self.flow_sde_sampling(model_output, sample)
-        return FlowMatchEulerDiscreteSchedulerOutput(next_sample) if return_dict else (next_sample,)
+        return FlowMatchEulerDiscreteSchedulerOutput(next_sample) if return_dict else (next_sample,)  # type: ignore[arg-type]
 
     def flow_sde_sampling(self, velocity: Tensor, sample: Tensor) -> Tensor:
         """Make (rollout) or score (replay) the next transition of the schedule, record it, and return x_{k+1}."""
@@ -286,8 +294,9 @@ class SchedulerRLMixin:
         noise_std = args.noise_std(schedule.sigmas, k)
         if noise_std > 0:
             assert args.noise_level is not None  # validate() saw to it
+            sigma, sigma_next = schedule.sigmas[k : k + 2]
             mean, _ = transition(
-                args.dynamics, sample, velocity, *schedule.sigmas[k : k + 2], schedule.sigmas[1], args.noise_level
+                args.dynamics, sample, velocity, sigma, sigma_next, schedule.sigmas[1], args.noise_level
             )
         else:
             # The parent's expression, promotions included, so that `ode` is the plain pipeline bit for bit.

@@ -71,7 +71,9 @@ class NoiseSource:
         if len(initial) != len(seeds):
             raise ValueError(f"initial_noise_seeds: {len(initial)} given for {len(seeds)} samples; pass one each")
         if mode == "sequential" and any(seed is not None for seed in initial):
-            raise ValueError("initial_noise_seed: not with sequential noise, where one generator draws x_0 and all steps")
+            raise ValueError(
+                "initial_noise_seed: not with sequential noise, where one generator draws x_0 and all steps"
+            )
         self.mode = mode
         self.seeds = tuple(seeds)
         if mode == "keyed":

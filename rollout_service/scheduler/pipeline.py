@@ -97,7 +97,7 @@ def rollout_scheduler(pipe: DiffusionPipeline) -> RolloutFlowMatchEulerDiscreteS
             "use_dynamic_shifting": config.get("use_dynamic_shifting", False),
             "time_shift_type": config.get("time_shift_type", "exponential"),
         }
-    return RolloutFlowMatchEulerDiscreteScheduler.from_config(config)
+    return RolloutFlowMatchEulerDiscreteScheduler.from_config(config)  # type: ignore[return-value]
 
 
 def clone_pipeline(
