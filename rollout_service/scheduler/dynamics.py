@@ -1,8 +1,10 @@
 """The transition x_k -> x_{k+1} of each dynamics and its log-prob, as pure functions on tensors.
 
-With x = sample, v = velocity, s = sigma, s' = sigma_next and D = s - s' > 0, every dynamics is *linear*:
-mean = A x + B v, with A, B and the noise std depending only on (s, s', sigma_max, noise_level). So each is
-a handful of scalars (float64) and one fused-size pass over the latents (fp32):
+With x = sample, v = velocity, s = sigma, s' = sigma_next and D = s - s' > 0, every dynamics is *linear*: the mean is
+x + drift, drift = P x + Q v, with P, Q and the noise std depending only on (s, s', sigma_max, noise_level). So each is
+a handful of scalars (float64) and one pass over the latents (fp32). In these terms nothing cancels, where the usual
+order of operations loses up to 1e-4 at small s; and a transition is scored by x' - x - drift, which is exact where
+x' - mean would carry the rounding of the mean, magnified by 1 / std.
 
 =========  ==================================================================  ==================
 dynamics   mean                                                                noise std
@@ -51,7 +53,7 @@ def coefficients(
     sigma_max: float | Tensor,
     noise_level: float,
 ) -> tuple[float | Tensor, float | Tensor, float | Tensor]:
-    """Return (A, B, noise_std) with mean = A * sample + B * velocity.
+    """Return (P, Q, noise_std) with mean = sample + P * sample + Q * velocity.
 
     Floats in, floats out; float64 tensors of shape [B] in, float64 tensors of shape [B] out.
 
@@ -63,16 +65,15 @@ def coefficients(
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: {dynamics!r} is unknown; pass one of {', '.join(DYNAMICS)}")
     if dynamics == "ode" or n == 0:
-        return d * 0 + 1.0, -d, d * 0
+        return d * 0, -d, d * 0
     if dynamics == "cps":
         if not 0 <= n <= 1:
             raise ValueError(f"noise_level: {n} is outside (0, 1], which cps needs")
-        std = s_next * math.sin(n * math.pi / 2)
-        # s'^2 - std^2 = (s' cos)^2: the square root without the cancellation (and without a negative at n = 1).
-        keep = s_next * math.cos(n * math.pi / 2)
-        return (1 - s_next) + keep, keep * (1 - s) - (1 - s_next) * s, std
+        # sqrt(s'^2 - std^2) is s' cos, without the cancellation (and without a negative at n = 1).
+        std, keep = s_next * math.sin(n * math.pi / 2), s_next * math.cos(n * math.pi / 2)
+        return keep - s_next, keep * (1 - s) - (1 - s_next) * s, std
     a_squared = n * n * s / (1 - _away_from_one(s, sigma_max)) if dynamics == "sde" else n * n
-    return 1 - a_squared * d / (2 * s), -d * (1 + a_squared * (1 - s) / (2 * s)), (a_squared * d) ** 0.5
+    return -a_squared * d / (2 * s), -d * (1 + a_squared * (1 - s) / (2 * s)), (a_squared * d) ** 0.5
 
 
 def _away_from_one(sigma: float | Tensor, sigma_max: float | Tensor) -> float | Tensor:
@@ -108,21 +109,36 @@ def transition(
     Raises:
         ValueError: unknown dynamics, shapes that differ, or a noise level out of range.
     """
+    drift, noise_std = drift_and_std(dynamics, sample, velocity, sigma, sigma_next, sigma_max, noise_level)
+    return sample.float() + drift, noise_std
+
+
+def drift_and_std(
+    dynamics: str,
+    sample: Tensor,
+    velocity: Tensor,
+    sigma: float | Tensor,
+    sigma_next: float | Tensor,
+    sigma_max: float | Tensor,
+    noise_level: float,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`transition`, with the drift (mean - sample) in place of the mean."""
     if sample.shape != velocity.shape or sample.ndim < 2:
         raise ValueError(
             f"sample and velocity need one shape [B, ...], not {list(sample.shape)} and {list(velocity.shape)}"
         )
     x, v = sample.float(), velocity.float()
-    # Two products and one sum, never an fma: so that `ode` is bit-identical to diffusers' `sample + dt * v`.
     if isinstance(sigma, Tensor) or isinstance(sigma_next, Tensor):
         s, s_next, s_max = (_per_sample(value, sample) for value in (sigma, sigma_next, sigma_max))
-        a, b, std = coefficients(dynamics, s, s_next, s_max, noise_level)
+        p, q, std = coefficients(dynamics, s, s_next, s_max, noise_level)
         rows = (-1,) + (1,) * (sample.ndim - 1)
-        a, b, std = (torch.as_tensor(value, dtype=torch.float32) for value in (a, b, std))
-        return a.view(rows) * x + b.view(rows) * v, std
-    a, b, std = coefficients(dynamics, sigma, sigma_next, sigma_max, noise_level)
-    mean = x + b * v if a == 1.0 else a * x + b * v
-    return mean, torch.as_tensor(std, dtype=torch.float32, device=sample.device)
+        p, q, std = (torch.as_tensor(value, dtype=torch.float32) for value in (p, q, std))
+        drift = q.view(rows) * v if dynamics == "ode" or noise_level == 0 else p.view(rows) * x + q.view(rows) * v
+        return drift, std
+    p, q, std = coefficients(dynamics, sigma, sigma_next, sigma_max, noise_level)
+    # Separate products and sums, never an fma: so that `ode` is bit-identical to diffusers' `sample + dt * v`.
+    drift = q * v if p == 0 else p * x + q * v
+    return drift, torch.as_tensor(std, dtype=torch.float32, device=sample.device)
 
 
 def _per_sample(sigma: float | Tensor, sample: Tensor) -> Tensor:
@@ -150,9 +166,13 @@ def log_prob(next_sample: Tensor, mean: Tensor, noise_std: float | Tensor, kind:
     """
     if next_sample.shape != mean.shape:
         raise ValueError(f"next_sample and mean differ in shape: {list(next_sample.shape)}, {list(mean.shape)}")
+    return log_prob_of_error(next_sample.float() - mean.float(), noise_std, kind)
+
+
+def log_prob_of_error(error: Tensor, noise_std: float | Tensor, kind: str = "gaussian") -> Tensor:
+    """As :func:`log_prob`, given x' - mean (fp32, [B, ...])."""
     if kind not in LOG_PROB_KINDS:
         raise ValueError(f"log_prob_kind: {kind!r} is unknown; pass one of {', '.join(LOG_PROB_KINDS)}")
-    error = next_sample.float() - mean.float()
     if kind == "squared_error":
         return -error.square().flatten(1).mean(1)
     std = torch.as_tensor(noise_std, dtype=torch.float32, device=error.device)

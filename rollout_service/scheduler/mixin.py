@@ -26,7 +26,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor
 
 from .args import RolloutArgs, RolloutArgsError, validate_sigmas
-from .dynamics import log_prob, transition
+from .dynamics import drift_and_std, log_prob_of_error
 from .noise import NoiseSource
 
 
@@ -295,19 +295,23 @@ class SchedulerRLMixin:
         if noise_std > 0:
             assert args.noise_level is not None  # validate() saw to it
             sigma, sigma_next = schedule.sigmas[k : k + 2]
-            mean, _ = transition(
+            drift, _ = drift_and_std(
                 args.dynamics, sample, velocity, sigma, sigma_next, schedule.sigmas[1], args.noise_level
             )
         else:
             # The parent's expression, promotions included, so that `ode` is the plain pipeline bit for bit.
             dt = schedule.sigmas_fp32[k + 1] - schedule.sigmas_fp32[k]
-            mean = sample.float() + dt * velocity.to(torch.promote_types(velocity.dtype, carrier))
+            drift = dt * velocity.to(torch.promote_types(velocity.dtype, carrier))
+        mean = sample.float() + drift
         if isinstance(state, _Replay):
             noise, next_sample = None, state.latents[k + 1].to(sample.device)
         else:
             noise = self._draw(state, schedule.sigmas, k, sample) if noise_std > 0 else None
             next_sample = (mean if noise is None else mean + noise_std * noise).to(wire)
-        score = log_prob(next_sample, mean, noise_std, args.resolved_log_prob_kind or "") if noise_std > 0 else None
+        score = None
+        if noise_std > 0:
+            error = next_sample.float() - sample.float() - drift
+            score = log_prob_of_error(error, noise_std, args.resolved_log_prob_kind or "")
         keep_mean = isinstance(state, _Replay) or "mean" in args.debug
         state.sink(
             StepRecord(
