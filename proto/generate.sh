@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Regenerate the Python code beside the .proto files. `make check` fails when what is committed differs.
+# Regenerate the Python code of the protocol into a folder (default: beside the .proto files).
 set -euo pipefail
-cd "$(dirname "$0")"
-"${PYTHON:-python}" -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. diffusion_rollout/v1/*.proto
+here="$(cd "$(dirname "$0")" && pwd)"
+out="${1:-$here}"
+cd "$here"
+python -m grpc_tools.protoc -I. --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" diffusion_rollout/v1/*.proto

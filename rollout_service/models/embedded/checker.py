@@ -30,11 +30,13 @@ _CHROMA_THRESHOLD: Final = 95
 # A pixel is of a colour within this distance. Two colours are 180 apart or more.
 _COLOUR_TOLERANCE: Final = 85.0
 # Share of the object's pixels that must be of its colour, and of the other pixels that must be of the ground's grey.
-_PURITY: Final = 0.9
+_PURITY: Final = 0.95
 _GROUND_TOLERANCE: Final = 60.0
 # Pixels that may differ from a shape's mask, to be that shape; and to be something that has a position.
 _SHAPE_ERRORS: Final = 3
 _POSITION_ERRORS: Final = 24
+# Pixels that an object may be away from its position's place, in x and in y. Two places are 4 apart or more.
+_POSITION_TOLERANCE: Final = 1
 
 _OFFSETS: Final = tuple((x, y) for x in range(IMAGE_SIZE - SHAPE_SIZE + 1) for y in range(IMAGE_SIZE - SHAPE_SIZE + 1))
 _PALETTE: Final = np.array(list(COLOURS.values()), np.float32)
@@ -99,9 +101,9 @@ def _ground_of(pixels: NDArray[np.float32]) -> Ground | None:
 
 
 def _position_of(x: int, y: int) -> str | None:
-    """The position of an object whose box starts at (x, y), if it is one where shapes are drawn."""
-    for position, (columns, rows) in POSITIONS.items():
-        if x in columns and y in rows:
+    """The position of an object whose box starts at (x, y), if there is one nearby."""
+    for position, (position_x, position_y) in POSITIONS.items():
+        if max(abs(x - position_x), abs(y - position_y)) <= _POSITION_TOLERANCE:
             return position
     return None
 
