@@ -28,7 +28,7 @@ from trainer_client.trajectory import TrajectoryBuilder
 from trainer_client.verify import compare
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
+from matplotlib import pyplot as plt
 
 PROMPTS = ["red circle top left", "blue square center", "green triangle bottom right", "yellow cross top right"]
 SAMPLES, STEPS, NOISE_LEVEL, SEED = 4, 20, 0.7, 0
@@ -162,7 +162,7 @@ def draw_sheet(trajectory: Trajectory, images: np.ndarray, verdicts: list[Verdic
         sheet.paste(enlarge(image, side), (x, y))
         colour = GOOD if verdict.strict else BAD
         draw.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), outline=colour, width=3)
-        checks = zip("csp", (verdict.colour_right, verdict.shape_right, verdict.position_right), strict=True)
+        checks = zip("csp", (verdict.colour_correct, verdict.shape_correct, verdict.position_correct), strict=True)
         draw.text(
             (x, y + side + 6),
             f"{verdict.reward:.2f} " + " ".join(f"{n}{'+' if ok else '-'}" for n, ok in checks),
