@@ -11,13 +11,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollout_service.config import ServerConfig
-from rollout_service.engine.client import EngineClient
+from rollout_service.engine.client import DrainingError, EngineClient
 from rollout_service.rpc.servicer import RolloutServicer
 
 log = structlog.get_logger(__name__)
 
 ROLLOUT_SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 POLICY_SERVICE = policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
+
+#: How long streams have to send their last status, after which a reader that does not read is cut.
+LAST_WORDS_SECONDS = 2.0
 
 #: What a message may have beyond its payload: a bound on requests that the protocol's own limit does not reach.
 _REQUEST_OVERHEAD = 1 << 20
@@ -78,7 +81,12 @@ class Server:
         self._servicer.drain()
         await self._set_health(False)
         if self._server is not None:
-            await self._server.stop(self.config.drain_seconds)
+            # Running streams go on, new RPCs are refused; what is left when the time is up ends with DRAINING.
+            stopping = asyncio.ensure_future(self._server.stop(self.config.drain_seconds + LAST_WORDS_SECONDS))
+            _, pending = await asyncio.wait({stopping}, timeout=self.config.drain_seconds)
+            if pending:
+                self.engine.end_streams(DrainingError("the server stops"))
+            await stopping
         await self.engine.stop()
         log.info("server.stopped")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+
 from tests.support.serving import RunningServer, load, running_server, save_family
 from tests.support.tiny_pipelines import FAMILIES
 

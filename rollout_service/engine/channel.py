@@ -110,18 +110,28 @@ class Channel:
 
 
 class AsyncChannel:
-    """The frontend's end, on an asyncio loop."""
+    """The frontend's end, on an asyncio loop. Sending never waits and cannot be interrupted within a frame: a task of
+    the channel's own writes what has been handed over.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._sending = asyncio.Lock()
         sock.setblocking(False)
+        self._outgoing: asyncio.Queue[list[bytes | memoryview]] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write(), name="engine-channel-writer")
 
-    async def send(self, kind: str, fields: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send one frame. Raises OSError if the engine is gone."""
-        async with self._sending:
-            for buffer in _encode(kind, fields, tensors):
-                await asyncio.get_running_loop().sock_sendall(self._socket, buffer)
+    def send(self, kind: str, fields: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Hand over one frame; lost if the engine is gone, which ``receive`` tells."""
+        self._outgoing.put_nowait(_encode(kind, fields, tensors))
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                for buffer in await self._outgoing.get():
+                    await loop.sock_sendall(self._socket, buffer)
+        except OSError:
+            return
 
     async def receive(self) -> Frame | None:
         """The next frame, or None if the engine is gone."""
@@ -145,6 +155,8 @@ class AsyncChannel:
             view = view[count:]
         return data
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close this end; the engine sees it and exits."""
+        self._writer.cancel()
+        await asyncio.gather(self._writer, return_exceptions=True)
         self._socket.close()

@@ -30,6 +30,10 @@ class EngineLostError(Exception):
     """The engine process ended while the rollout ran, or is not up."""
 
 
+class DrainingError(Exception):
+    """The server stops before the rollout has ended."""
+
+
 class QueueFullError(Exception):
     """As many samples are queued as may be."""
 
@@ -61,7 +65,7 @@ class EngineStream:
     queue_position: int
     """Samples admitted before it that had not started."""
     _client: EngineClient
-    _frames: asyncio.Queue[Frame | None] = field(default_factory=asyncio.Queue)
+    _frames: asyncio.Queue[Frame | Exception] = field(default_factory=asyncio.Queue)
     started: bool = False
     ended: bool = False
 
@@ -70,25 +74,26 @@ class EngineStream:
 
         Raises:
             EngineLostError: the engine process ended.
+            DrainingError: the server stops.
         """
         while True:
             frame = await self._frames.get()
-            if frame is None:
-                raise EngineLostError("the engine process ended")
+            if isinstance(frame, Exception):
+                raise frame
             yield frame
             if frame.kind == "finished":
                 return
 
-    async def ack(self, frame: Frame) -> None:
+    def ack(self, frame: Frame) -> None:
         """Tell the engine that a ``steps`` frame has been passed on, which makes room in the stream's buffer."""
         nbytes = frame.fields["account_bytes"]
         if nbytes and not self.ended:
-            await self._client.send("ack", {"rollout_id": self.rollout_id, "nbytes": nbytes})
+            self._client.send("ack", {"rollout_id": self.rollout_id, "nbytes": nbytes})
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Cancel the rollout unless it has ended."""
         if not self.ended:
-            await self._client.send("cancel", {"rollout_id": self.rollout_id})
+            self._client.send("cancel", {"rollout_id": self.rollout_id})
 
 
 class EngineClient:
@@ -147,7 +152,7 @@ class EngineClient:
         """End the process; running rollouts are cut."""
         self._stopping = True
         if self._channel is not None:
-            await self.send("stop", {})
+            self.send("stop", {})
         if self._process is not None:
             try:
                 await asyncio.wait_for(self._process.wait(), timeout=5)
@@ -158,7 +163,7 @@ class EngineClient:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
-    async def submit(self, spec: RolloutSpec, start_latents: Mapping[int, Tensor]) -> EngineStream:
+    def submit(self, spec: RolloutSpec, start_latents: Mapping[int, Tensor]) -> EngineStream:
         """Admit a rollout.
 
         Args:
@@ -179,7 +184,7 @@ class EngineClient:
         stream = EngineStream(spec.rollout_id, len(spec.samples), position, self)
         self._streams[spec.rollout_id] = stream
         fields = {"spec": spec.to_fields(), "start_samples": list(start_latents)}
-        await self.send("submit", fields, tuple(start_latents.values()))
+        self.send("submit", fields, tuple(start_latents.values()))
         return stream
 
     async def status(self) -> dict[str, Any]:
@@ -193,16 +198,18 @@ class EngineClient:
         request = next(self._request_ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._status_requests[request] = future
-        await self.send("status", {"request": request})
+        self.send("status", {"request": request})
         return await future
 
-    async def send(self, kind: str, fields: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
-        """Send one command; silently nothing if the engine is gone, which its streams learn from the supervisor."""
+    def send(self, kind: str, fields: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
+        """Send one command; nothing if the engine is gone, which its streams learn from the supervisor."""
         if self._channel is not None:
-            try:
-                await self._channel.send(kind, fields, tensors)
-            except OSError:
-                log.warning("engine.unreachable", command=kind)
+            self._channel.send(kind, fields, tensors)
+
+    def end_streams(self, error: Exception) -> None:
+        """End all streams with an error, after the frames that have arrived."""
+        for stream in self._streams.values():
+            stream._frames.put_nowait(error)
 
     # -- the process
 
@@ -236,7 +243,7 @@ class EngineClient:
             },
         }
         try:
-            await channel.send("configure", configure)
+            channel.send("configure", configure)
             frame = await asyncio.wait_for(channel.receive(), timeout=settings.start_timeout_seconds)
         except (OSError, TimeoutError) as error:
             await self._discard(channel)
@@ -253,7 +260,7 @@ class EngineClient:
         self._on_change(True)
 
     async def _discard(self, channel: AsyncChannel) -> None:
-        channel.close()
+        await channel.close()
         if self._process is not None:
             if self._process.returncode is None:
                 self._process.kill()
@@ -303,11 +310,12 @@ class EngineClient:
             stream._frames.put_nowait(frame)
 
     def _abandon_streams(self) -> None:
+        error = EngineLostError("the engine process ended")
+        self.end_streams(error)
         for stream in self._streams.values():
             stream.ended = True
-            stream._frames.put_nowait(None)
         self._streams.clear()
         for future in self._status_requests.values():
             if not future.done():
-                future.set_exception(EngineLostError("the engine process ended"))
+                future.set_exception(error)
         self._status_requests.clear()

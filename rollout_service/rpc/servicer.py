@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2
 
 import rollout_service
 from rollout_service.config import MAX_EVENT_BYTES, MIN_EVENT_BYTES, ServerConfig
-from rollout_service.engine.client import EngineClient, EngineLostError, EngineStream, QueueFullError
+from rollout_service.engine.client import DrainingError, EngineClient, EngineLostError, EngineStream, QueueFullError
 from rollout_service.models.loading import PipelineFacts
 from rollout_service.tensors import DATA_TYPES
 
@@ -65,11 +65,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         write: Callable[[pb.GenerateRolloutResponse], Awaitable[None]],
     ) -> None:
         if self._draining:
-            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is shutting down; use another")
+            raise _draining()
         admitted = time.monotonic()
         parsed = parse_request(request, rollout_id, self._engine.facts, self._config)
         _check_version(request.policy)
-        stream = await self._submit(parsed)
+        stream = self._submit(parsed)
         log.info("rollout.accepted", rollout_id=rollout_id, samples=len(parsed.spec.samples))
         writer = EventWriter(parsed.spec, parsed.max_event_bytes)
         started: float | None = None
@@ -83,19 +83,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 for response in writer.events(frame):
                     await write(response)
                 if frame.kind == "steps":
-                    await stream.ack(frame)
+                    stream.ack(frame)
             now = time.monotonic()
             started = started if started is not None else now
             await write(writer.finished(started - admitted, now - started))
             log.info("rollout.finished", rollout_id=rollout_id, seconds=round(now - admitted, 3))
         except EngineLostError as error:
             raise _engine_restarted(str(error)) from error
+        except DrainingError as error:
+            raise _draining() from error
         finally:
-            await stream.close()
+            stream.close()
 
-    async def _submit(self, parsed: ParsedRequest) -> EngineStream:
+    def _submit(self, parsed: ParsedRequest) -> EngineStream:
         try:
-            return await self._engine.submit(parsed.spec, parsed.start_latents)
+            return self._engine.submit(parsed.spec, parsed.start_latents)
         except QueueFullError as error:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", str(error), retry_after_seconds=1.0
@@ -139,6 +141,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             uptime=uptime,
             **{name: status[name] for name in names if name in status},
         )
+
+
+def _draining() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is shutting down; resume from the last steps on another"
+    )
 
 
 def _engine_restarted(message: str) -> ServiceError:

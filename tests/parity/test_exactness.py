@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import ServerPool
-from tests.support import reference
-from tests.support.tiny_pipelines import FAMILIES
 
 from rollout_service.scheduler import initial_generator_seed
 from rollout_service.scheduler.pipeline import images_per_prompt_argument
+from tests.conftest import ServerPool
+from tests.support import reference
+from tests.support.tiny_pipelines import FAMILIES
 from trainer_client import RolloutClient, Trajectory, replay
 
 FAST_FAMILY = "sd3"
@@ -34,9 +34,9 @@ def plain(pipe: Any, family: str, seeds: list[int], num_steps: int, **overrides:
     arguments = dict(FAMILIES[family].call_arguments) | negative(family) | overrides
     arguments = {"output_type": "latent", **arguments, images_per_prompt_argument(type(pipe)): len(seeds)}
     with torch.no_grad():
-        return pipe(
-            prompt=PROMPT, num_inference_steps=num_steps, generator=generators, return_dict=False, **arguments
-        )[0]
+        return pipe(prompt=PROMPT, num_inference_steps=num_steps, generator=generators, return_dict=False, **arguments)[
+            0
+        ]
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -60,7 +60,9 @@ def test_ode_is_the_plain_pipeline_in_half_precision(
 ) -> None:
     name = str(dtype).removeprefix("torch.")
     with RolloutClient(server_pool(FAST_FAMILY, dtype=name).target) as client:
-        trajectory = client.generate(PROMPT, samples_per_prompt=2, seed=5, dynamics="ode", latents_dtype=dtype).collect()
+        trajectory = client.generate(
+            PROMPT, samples_per_prompt=2, seed=5, dynamics="ode", latents_dtype=dtype
+        ).collect()
     expected = plain(load_family(FAST_FAMILY, dtype), FAST_FAMILY, [5, 6], 4)
     assert trajectory.latents.dtype == dtype
     assert torch.equal(trajectory.latents_at(4), expected)
@@ -92,7 +94,9 @@ def check_log_probs(trajectory: Trajectory, dynamics: str, noise_level: float, k
     assert not trajectory.log_probs.isnan().any()
 
 
-@pytest.mark.parametrize(("dynamics", "dtype", "kind"), list(itertools.product(STOCHASTIC, DTYPES, ["gaussian", "squared_error"])))
+@pytest.mark.parametrize(
+    ("dynamics", "dtype", "kind"), list(itertools.product(STOCHASTIC, DTYPES, ["gaussian", "squared_error"]))
+)
 def test_log_probs_follow_from_the_wire_alone(
     dynamics: str, dtype: torch.dtype, kind: str, server_pool: ServerPool
 ) -> None:
@@ -128,9 +132,7 @@ def test_log_probs_follow_from_the_wire_alone_in_every_family(
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_replay_is_the_rollout_and_has_gradients(family: str, server_pool: ServerPool, load_family: Any) -> None:
     with RolloutClient(server_pool(family).target) as client:
-        trajectory = client.generate(
-            PROMPT, samples_per_prompt=3, seed=3, debug=["mean"], **negative(family)
-        ).collect()
+        trajectory = client.generate(PROMPT, samples_per_prompt=3, seed=3, debug=["mean"], **negative(family)).collect()
     pipe = load_family(family)
     pipe.transformer.requires_grad_(True)
     steps = list(range(trajectory.num_steps))

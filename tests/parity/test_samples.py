@@ -1,4 +1,4 @@
-"""Samples depend on their own seeds and settings only: not on their group, on other rollouts, or on where they start."""
+"""Samples depend on their own seeds and settings: not on their group, on other rollouts, or on where they start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.conftest import ServerPool
 from tests.parity.test_exactness import EVERY_FAMILY, FAST_FAMILY, PROMPT, negative
-
 from trainer_client import Prompt, RolloutClient, Sample, StartState, Trajectory
 
 INVARIANT = {"batch_invariant": True, "max_batch_rows": 8}

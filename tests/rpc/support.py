@@ -99,10 +99,17 @@ def request(**fields: str | Iterable[str]) -> pb.GenerateRolloutRequest:
     return message
 
 
+def give_start(sample: pb.SampleRequest, step_index: int, latents: Tensor) -> None:
+    """Give a sample a start state."""
+    sample.start_state.step_index = step_index
+    sample.start_state.latents.CopyFrom(to_message(latents))
+
+
 def start_state(step_index: int, latents: Tensor) -> str:
-    """A sample's start state in text format."""
-    state = pb.StartState(step_index=step_index, latents=to_message(latents))
-    return f"start_state {{ {text_format.MessageToString(state, as_one_line=True)} }}"
+    """A sample's start state in text format (slow for large tensors)."""
+    sample = pb.SampleRequest()
+    give_start(sample, step_index, latents)
+    return text_format.MessageToString(sample, as_one_line=True)
 
 
 def parse(

@@ -24,6 +24,7 @@ from tests.rpc.support import (
     LIMITS,
     VIDEO_FACTS,
     Refusal,
+    give_start,
     parse,
     refusal_of,
     request,
@@ -569,8 +570,8 @@ def test_events_beyond_the_upper_end_of_the_range_are_over_a_limit() -> None:
 
 def test_a_request_of_too_many_bytes_is_over_a_limit() -> None:
     """`GetServerInfo` lists `max_request_bytes` among the limits, beyond which OVER_LIMIT is promised."""
-    large = latents(shape=(16, 128, 129))
-    message = request(prompts=(f"samples {{ {start_state(1, large)} }}",))
+    message = request()
+    give_start(message.prompts[0].samples[0], 1, latents(shape=(16, 128, 129)))
     assert message.ByteSize() > LIMITS["max_request_bytes"]
     with pytest.raises(ServiceError) as caught:
         parse(message)

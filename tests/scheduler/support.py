@@ -104,9 +104,7 @@ def rollout(
     start_step, start_latents = start or (0, None)
     scheduler = rollout_scheduler(pipe)
     noise = scheduler.prepare_rollout(args, seeds, start_step=start_step)
-    clone = clone_pipeline(
-        pipe, scheduler, run=run, latents_dtype=args.latents_dtype, start_latents=start_latents
-    )
+    clone = clone_pipeline(pipe, scheduler, run=run, latents_dtype=args.latents_dtype, start_latents=start_latents)
     (output, *_) = clone(**call_arguments(name, steps), generator=noise.initial_generators())
     return Run(output, scheduler.rollout_records, scheduler)
 
@@ -132,9 +130,7 @@ def replay(
     """A replay over a clone of the pipeline; grad mode is the caller's."""
     scheduler = rollout_scheduler(pipe)
     scheduler.prepare_replay(args, latents, steps=steps)
-    clone = clone_pipeline(
-        pipe, scheduler, run=run, latents_dtype=args.latents_dtype, start_latents=latents[steps[0]]
-    )
+    clone = clone_pipeline(pipe, scheduler, run=run, latents_dtype=args.latents_dtype, start_latents=latents[steps[0]])
     arguments = {**call_arguments(name), "generator": x_0_generators()}
     (output, *_) = undecorated_call(clone, arguments)
     return Run(output, scheduler.rollout_records, scheduler)

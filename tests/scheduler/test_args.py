@@ -92,8 +92,18 @@ INVALID: list[tuple[RolloutArgs, int | None, str, str]] = [
         "stochastic_step_indices",
         "4 is out of range; pass indices from 0 to 3",
     ),
-    (sde(stochastic_step_indices=(1, 1)), 4, "stochastic_step_indices", "1 comes after 1; pass each index once, in order"),
-    (sde(stochastic_step_indices=(2, 0)), 4, "stochastic_step_indices", "0 comes after 2; pass each index once, in order"),
+    (
+        sde(stochastic_step_indices=(1, 1)),
+        4,
+        "stochastic_step_indices",
+        "1 comes after 1; pass each index once, in order",
+    ),
+    (
+        sde(stochastic_step_indices=(2, 0)),
+        4,
+        "stochastic_step_indices",
+        "0 comes after 2; pass each index once, in order",
+    ),
 ]
 
 
@@ -115,7 +125,7 @@ def test_invalid_names_the_field_and_says_what_to_pass(
 
 
 def test_defaults_need_a_noise_level() -> None:
-    with pytest.raises(RolloutArgsError, match="noise_level: needed by sde; pass more than 0, for example 0.7"):
+    with pytest.raises(RolloutArgsError, match=r"noise_level: needed by sde; pass more than 0, for example 0\.7"):
         RolloutArgs().validate()
 
 

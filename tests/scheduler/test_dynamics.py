@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ def test_transition_and_log_prob_agree_with_float64(
 
 
 FP32_SIGMAS = as_float32((1.0, 0.9601293, 0.7072785, 0.33400002, 0.0089285718, 0.0))
-PAIRS = list(zip(FP32_SIGMAS, FP32_SIGMAS[1:], strict=False))
+PAIRS = list(itertools.pairwise(FP32_SIGMAS))
 
 
 @pytest.mark.parametrize("rank", SHAPES)
@@ -240,9 +241,7 @@ def test_sigmas_per_sample_equal_the_float_path_row_by_row(
     assert mean.shape == x.shape
     assert std.shape == (rows,)
     for row, (s, s_next) in enumerate(zip(sigmas, sigmas_next, strict=True)):
-        alone, alone_std = transition(
-            dynamics, x[row : row + 1], v[row : row + 1], s, s_next, sigma_max, noise_level
-        )
+        alone, alone_std = transition(dynamics, x[row : row + 1], v[row : row + 1], s, s_next, sigma_max, noise_level)
         assert torch.equal(mean[row : row + 1], alone)
         assert std[row] == alone_std
 
@@ -347,7 +346,7 @@ def test_gradients_flow_through_the_log_prob() -> None:
 @pytest.mark.parametrize("dynamics", ["euler", "SDE", ""])
 def test_unknown_dynamics(dynamics: str) -> None:
     x, v = inputs()
-    with pytest.raises(ValueError, match="dynamics: .* is unknown; pass one of ode, sde, dance, cps"):
+    with pytest.raises(ValueError, match=r"dynamics: .* is unknown; pass one of ode, sde, dance, cps"):
         transition(dynamics, x, v, 0.8, 0.6, 0.9, 0.7)
 
 
@@ -359,9 +358,7 @@ def test_transition_needs_one_shape(sample_shape: tuple[int, ...], velocity_shap
         transition("sde", torch.ones(sample_shape), torch.ones(velocity_shape), 0.8, 0.6, 0.9, 0.7)
 
 
-@pytest.mark.parametrize(
-    ("dynamics", "noise_level"), [("cps", 1.01), ("cps", -0.5), ("sde", -0.5), ("dance", -0.5)]
-)
+@pytest.mark.parametrize(("dynamics", "noise_level"), [("cps", 1.01), ("cps", -0.5), ("sde", -0.5), ("dance", -0.5)])
 def test_noise_level_out_of_range(dynamics: str, noise_level: float) -> None:
     x, v = inputs()
     with pytest.raises(ValueError, match="noise_level"):

@@ -52,7 +52,9 @@ def test_hash_follows_the_protocol(seed: int, step: int) -> None:
     assert step_generator_seed(seed, step) == expected_seed("step", seed, step)
 
 
-@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: "-".join(str(vector[k]) for k in ("kind", "seed", "step")))
+@pytest.mark.parametrize(
+    "vector", VECTORS, ids=lambda vector: "-".join(str(vector[k]) for k in ("kind", "seed", "step"))
+)
 def test_published_vectors(vector: dict[str, str | None]) -> None:
     assert set(vector) == {"kind", "seed", "step", "generator_seed"}
     kind, seed, generator_seed = vector["kind"], int(vector["seed"] or ""), int(vector["generator_seed"] or "")
@@ -223,5 +225,5 @@ def test_sequential_takes_no_initial_noise_seed() -> None:
 
 
 def test_seeds_must_match_the_batch() -> None:
-    with pytest.raises(ValueError, match="longer|seeds"):
+    with pytest.raises(ValueError, match=r"longer|seeds"):
         NoiseSource([1, 2, 3]).draw(0, batch(2))
