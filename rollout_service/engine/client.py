@@ -23,6 +23,7 @@ from .spec import RolloutSpec
 
 log = structlog.get_logger(__name__)
 
+STATUS_TIMEOUT_SECONDS = 30.0
 RESTART_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -85,8 +86,8 @@ class EngineStream:
                 return
 
     def ack(self, frame: Frame) -> None:
-        """Tell the engine that a ``steps`` frame has been passed on, which makes room in the stream's buffer."""
-        nbytes = frame.fields["account_bytes"]
+        """Tell the engine that a frame has been passed on, which makes room in the stream's buffer."""
+        nbytes = frame.fields.get("account_bytes", 0)
         if nbytes and not self.ended:
             self._client.send("ack", {"rollout_id": self.rollout_id, "nbytes": nbytes})
 
@@ -191,7 +192,7 @@ class EngineClient:
         """Exact counts from the conductor, taken between two forwards.
 
         Raises:
-            EngineLostError: the engine is not up.
+            EngineLostError: the engine is not up, or busy with one forward for longer than 30 s.
         """
         if not self.ready:
             raise EngineLostError("the engine is being restarted")
@@ -199,7 +200,10 @@ class EngineClient:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._status_requests[request] = future
         self.send("status", {"request": request})
-        return await future
+        try:
+            return await asyncio.wait_for(future, STATUS_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            raise EngineLostError("the engine does not answer") from error
 
     def send(self, kind: str, fields: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
         """Send one command; nothing if the engine is gone, which its streams learn from the supervisor."""
@@ -270,7 +274,10 @@ class EngineClient:
         while True:
             assert self._channel is not None
             assert self._process is not None
-            await self._pump(self._channel)
+            try:
+                await self._pump(self._channel)
+            except Exception:
+                log.exception("engine.bad_frame")  # as if it had ended: it is killed and started again
             channel, self._channel = self._channel, None
             self._on_change(False)
             self._abandon_streams()

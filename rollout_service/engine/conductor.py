@@ -36,6 +36,9 @@ from .prompt_cache import PromptCache
 from .session import Session, SessionSamples
 from .spec import RolloutSpec
 
+#: What a step of a sample costs in a stream's buffer besides its tensors: streams without tensors are bounded too.
+STEP_OVERHEAD_BYTES = 64
+
 
 @dataclass(frozen=True)
 class ConductorSettings:
@@ -171,7 +174,9 @@ class Conductor:
         return {
             "queued_samples": sum(len(w.sample_indices) for r in self._rollouts.values() for w in r.waiting),
             "running_samples": sum(len(s.samples.sample_indices) for _, s in running),
-            "parked_samples": sum(len(s.samples.sample_indices) for r, s in running if self._reader_is_slow(r, s)),
+            "parked_samples": sum(
+                len(s.samples.sample_indices) for r, s in running if self._buffer_is_full(r, s.step_bytes)
+            ),
             "policy_version": 0,
             "denoiser_calls": self.counts.forwards,
             "denoiser_rows": self.counts.rows,
@@ -184,16 +189,22 @@ class Conductor:
         return sum(len(s.samples.sample_indices) for r in self._rollouts.values() for s in r.running)
 
     def _can_start(self) -> bool:
+        rollout = self._next_rollout()
+        if rollout is None:
+            return False
         running = self._running_samples()
-        first = next((r.waiting[0] for r in self._rollouts.values() if r.waiting), None)
-        fits = first is not None and running + len(first.sample_indices) <= self._settings.max_running_samples
         # A group larger than the limit runs alone rather than never.
-        return first is not None and (fits or running == 0)
+        return not running or running + len(rollout.waiting[0].sample_indices) <= self._settings.max_running_samples
+
+    def _next_rollout(self) -> _Rollout | None:
+        """The first in line whose reader keeps up."""
+        return next((r for r in self._rollouts.values() if r.waiting and not self._buffer_is_full(r, 0)), None)
 
     def _start_sessions(self) -> None:
         """Start waiting groups, in order of arrival, while they fit."""
         while self._can_start():
-            rollout = next(r for r in self._rollouts.values() if r.waiting)
+            rollout = self._next_rollout()
+            assert rollout is not None
             session = Session(self._pipe, rollout.waiting.popleft(), self._prompt_cache, self._on_step)
             rollout.running.append(session)
             self._advance(rollout, session)
@@ -205,8 +216,7 @@ class Conductor:
         try:
             if session.advance(output):
                 return
-            media = HostCopy(session.media) if session.media is not None else None
-            self._end(rollout, session, media=media)
+            self._end(rollout, session, media=session.media)
         except StartLatentsError as error:
             self._reject(rollout, session, str(error))
         except Exception as error:  # whatever a pipeline raises ends its session's samples, and nothing else
@@ -222,11 +232,13 @@ class Conductor:
         self._outbox.put_frame("rejected", fields)
         self._cancel(rollout.spec.rollout_id)
 
-    def _end(
-        self, rollout: _Rollout, session: Session, error: str | None = None, media: HostCopy | None = None
-    ) -> None:
+    def _end(self, rollout: _Rollout, session: Session, error: str | None = None, media: Tensor | None = None) -> None:
         rollout.running.remove(session)
-        self._put_end(rollout, session.samples, error=error, media=media, next_step=session.next_step)
+        copy = HostCopy(media) if media is not None else None
+        nbytes = _nbytes(media) if media is not None else 0
+        rollout.bytes_under_way += nbytes
+        end = {"error": error, "media": copy, "account_bytes": nbytes}
+        self._put_end(rollout, session.samples, next_step=session.next_step, **end)
         if not rollout.running and not rollout.waiting:
             self._rollouts.pop(rollout.spec.rollout_id, None)
 
@@ -235,17 +247,18 @@ class Conductor:
 
     # -- running the denoiser
 
-    def _reader_is_slow(self, rollout: _Rollout, session: Session) -> bool:
-        """Whether the stream's buffer has no room for the session's next step (an empty one has always room)."""
+    @staticmethod
+    def _buffer_is_full(rollout: _Rollout, nbytes: int) -> bool:
+        """Whether the stream's buffer has no room for so many bytes more (an empty one has always room)."""
         under_way = rollout.bytes_under_way
-        return under_way > 0 and under_way + session.step_bytes > rollout.spec.buffer_bytes
+        return under_way > 0 and under_way + nbytes > rollout.spec.buffer_bytes
 
     def _runnable(self) -> list[tuple[_Rollout, Session]]:
         return [
             (rollout, session)
             for rollout in self._rollouts.values()
             for session in rollout.running
-            if session.call is not None and not self._reader_is_slow(rollout, session)
+            if session.call is not None and not self._buffer_is_full(rollout, session.step_bytes)
         ]
 
     def _run_parked_calls(self) -> None:
@@ -299,7 +312,8 @@ class Conductor:
         for role in ("noise", "mean", "velocity"):
             if (value := getattr(record, role)) is not None:
                 tensors.append((role, k, value))
-        session.step_bytes = sum(t.numel() * t.element_size() for _, _, t in tensors)
+        samples = session.samples.sample_indices
+        session.step_bytes = sum(_nbytes(t) for _, _, t in tensors) + STEP_OVERHEAD_BYTES * len(samples)
         session.next_step = k + 1
         rollout.bytes_under_way += session.step_bytes
         finite = torch.isfinite(record.next_sample).flatten(1).all(1)
@@ -308,7 +322,8 @@ class Conductor:
         self._outbox.put(
             StepItem(
                 rollout.progress,
-                session.samples.sample_indices,
+                samples,
+                session.step_bytes,
                 k,
                 record.noise_std,
                 session.policy_version,
@@ -317,3 +332,7 @@ class Conductor:
                 tuple((role, index, HostCopy(tensor)) for role, index, tensor in tensors),
             )
         )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

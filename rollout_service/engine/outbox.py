@@ -7,8 +7,10 @@ Here, a step later, samples that became non-finite are found and ended alone.
 from __future__ import annotations
 
 import io
+import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,6 +68,8 @@ class StepItem:
 
     rollout: RolloutProgress
     sample_indices: tuple[int, ...]
+    account_bytes: int
+    """What the reader's acknowledgement gives back to the stream's buffer."""
     step_index: int
     noise_std: float
     policy_version: int
@@ -102,6 +106,7 @@ class SessionEndItem:
     next_step: int
     error: str | None = None
     media: HostCopy | None = None
+    account_bytes: int = 0
     cancelled: bool = False
 
 
@@ -150,6 +155,10 @@ class Outbox:
                     handlers[type(item)](item)
             except OSError:
                 return  # the frontend is gone; the process is about to end
+            except Exception:
+                # Nobody would send what follows: end the process, which the frontend notices, rather than hang.
+                traceback.print_exc()
+                os._exit(1)
 
     def _started(self, item: StartedItem) -> None:
         if item.rollout.started:
@@ -215,7 +224,7 @@ class Outbox:
                 "noise_std": item.noise_std,
                 "log_prob": log_prob[rows].tolist() if log_prob is not None else None,
                 "tensors": [(role, index) for role, index, _ in item.tensors],
-                "account_bytes": sum(copy.tensor().nbytes for _, _, copy in item.tensors),
+                "account_bytes": item.account_bytes,
             },
             tensors,
         )
@@ -230,7 +239,9 @@ class Outbox:
             if item.error is not None:
                 self._finish_sample(rollout, sample, error=("PIPELINE_ERROR", item.error, item.next_step))
             else:
-                self._finish_sample(rollout, sample, media=media[row] if media is not None else None)
+                share = item.account_bytes // len(item.sample_indices)
+                own = media[row] if media is not None else None
+                self._finish_sample(rollout, sample, media=own, account_bytes=share)
         rollout.sessions_left -= 1
         if rollout.sessions_left == 0:
             self._send("finished", {"rollout_id": rollout.spec.rollout_id, "cancelled": rollout.cancelled})
@@ -241,6 +252,7 @@ class Outbox:
         sample: int,
         error: tuple[str, str, int] | None = None,
         media: Tensor | None = None,
+        account_bytes: int = 0,
     ) -> None:
         tensors: list[Tensor] = []
         if media is not None and rollout.spec.media == "raw":
@@ -250,7 +262,12 @@ class Outbox:
             tensors = [torch.frombuffer(bytearray(encode_png(frame)), dtype=torch.uint8) for frame in frames]
         self._send(
             "sample_finished",
-            {"rollout_id": rollout.spec.rollout_id, "sample": sample, "error": error},
+            {
+                "rollout_id": rollout.spec.rollout_id,
+                "sample": sample,
+                "error": error,
+                "account_bytes": account_bytes,
+            },
             tensors,
         )
 

@@ -82,8 +82,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     raise self._rejected(request, parsed, frame.fields["sample"], frame.fields["problem"])
                 for response in writer.events(frame):
                     await write(response)
-                if frame.kind == "steps":
-                    stream.ack(frame)
+                stream.ack(frame)
             now = time.monotonic()
             started = started if started is not None else now
             await write(writer.finished(started - admitted, now - started))

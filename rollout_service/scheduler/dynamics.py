@@ -110,7 +110,7 @@ def transition(
         ValueError: unknown dynamics, shapes that differ, or a noise level out of range.
     """
     drift, noise_std = drift_and_std(dynamics, sample, velocity, sigma, sigma_next, sigma_max, noise_level)
-    return sample.float() + drift, noise_std
+    return sample.float() + drift, torch.as_tensor(noise_std, dtype=torch.float32, device=sample.device)
 
 
 def drift_and_std(
@@ -121,8 +121,10 @@ def drift_and_std(
     sigma_next: float | Tensor,
     sigma_max: float | Tensor,
     noise_level: float,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`transition`, with the drift (mean - sample) in place of the mean."""
+) -> tuple[Tensor, float | Tensor]:
+    """As :func:`transition`, with the drift (mean - sample) in place of the mean, and a float std for float sigmas: no
+    scalar goes to the device.
+    """
     if sample.shape != velocity.shape or sample.ndim < 2:
         raise ValueError(
             f"sample and velocity need one shape [B, ...], not {list(sample.shape)} and {list(velocity.shape)}"
@@ -138,7 +140,7 @@ def drift_and_std(
     p, q, std = coefficients(dynamics, sigma, sigma_next, sigma_max, noise_level)
     # Separate products and sums, never an fma: so that `ode` is bit-identical to diffusers' `sample + dt * v`.
     drift = q * v if p == 0 else p * x + q * v
-    return drift, torch.as_tensor(std, dtype=torch.float32, device=sample.device)
+    return drift, std
 
 
 def _per_sample(sigma: float | Tensor, sample: Tensor) -> Tensor:
@@ -175,8 +177,13 @@ def log_prob_of_error(error: Tensor, noise_std: float | Tensor, kind: str = "gau
         raise ValueError(f"log_prob_kind: {kind!r} is unknown; pass one of {', '.join(LOG_PROB_KINDS)}")
     if kind == "squared_error":
         return -error.square().flatten(1).mean(1)
-    std = torch.as_tensor(noise_std, dtype=torch.float32, device=error.device)
-    if std.device.type == "cpu" and not bool((std > 0).all()):
+    if isinstance(noise_std, Tensor):
+        std = noise_std.float().to(error.device)
+        positive = std.device.type != "cpu" or bool((std > 0).all())
+        log_std: float | Tensor = std.log()
+        std_rows: float | Tensor = std.view((-1,) + (1,) * (error.ndim - 1)) if std.ndim else std
+    else:
+        positive, std_rows, log_std = noise_std > 0, noise_std, math.log(max(noise_std, 1e-300))
+    if not positive:
         raise ValueError("noise_std: a step whose std is 0 is deterministic and has no log-prob")
-    z = error / std.view((-1,) + (1,) * (error.ndim - 1)) if std.ndim else error / std
-    return -0.5 * z.square().flatten(1).mean(1) - std.log() - _HALF_LOG_TWO_PI
+    return -0.5 * (error / std_rows).square().flatten(1).mean(1) - log_std - _HALF_LOG_TWO_PI
