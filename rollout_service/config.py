@@ -71,6 +71,11 @@ class ServerConfig(BaseSettings):
     drain_seconds: float = Field(30, ge=0)
     """On SIGTERM, how long running rollouts may go on before they end with DRAINING."""
 
+    @property
+    def samples_limit(self) -> int:
+        """Most samples of one rollout that can ever be admitted."""
+        return min(self.max_samples, self.max_running_samples + self.max_queued_samples)
+
     def engine_settings(self) -> EngineSettings:
         """The part that the engine process is started with."""
         names = EngineSettings.__dataclass_fields__

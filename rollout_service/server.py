@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_service.config import ServerConfig
 from rollout_service.engine.client import DrainingError, EngineClient
+from rollout_service.rpc.malformed import MalformedRequestInterceptor
 from rollout_service.rpc.servicer import RolloutServicer
 
 log = structlog.get_logger(__name__)
@@ -52,7 +53,8 @@ class Server:
             options=[
                 ("grpc.max_receive_message_length", self.config.max_request_bytes + _REQUEST_OVERHEAD),
                 ("grpc.so_reuseport", 0),
-            ]
+            ],
+            interceptors=[MalformedRequestInterceptor()],
         )
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self._servicer, server)
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_pb2_grpc.PolicyServiceServicer(), server)

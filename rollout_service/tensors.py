@@ -45,7 +45,13 @@ def from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: 
 
 
 def to_message(tensor: Tensor) -> tensor_pb2.Tensor:
-    """A whole tensor as one message. ``tensor`` is on the CPU, of a dtype in :data:`DATA_TYPES`."""
+    """A CPU tensor, whole, as one message.
+
+    Raises:
+        ValueError: its dtype cannot be sent.
+    """
+    if tensor.dtype not in DATA_TYPES:
+        raise ValueError(f"{tensor.dtype} cannot be sent; pass one of {', '.join(map(str, DATA_TYPES))}")
     return tensor_pb2.Tensor(dtype=DATA_TYPES[tensor.dtype], shape=tensor.shape, data=bytes(tensor_bytes(tensor)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import grpc
 from diffusion_rollout.v1 import rollout_pb2 as pb
 from diffusion_rollout.v1 import rollout_pb2_grpc
 
-from .errors import from_rpc_error
+from .errors import CancelledError, from_rpc_error
 from .events import Event, EventDecoder
 from .progress import RolloutProgressBar
 from .request import Prompt, build_request
@@ -76,6 +77,7 @@ class AsyncRolloutStream:
         self.request = request
         self._call = call
         self._decoder = EventDecoder(request)
+        self._cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Events in order; see :meth:`RolloutStream.__iter__`."""
@@ -86,6 +88,12 @@ class AsyncRolloutStream:
             self._decoder.end()
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            # grpc.aio raises this also where it was this stream that was cancelled, and not the task that reads it.
+            task = asyncio.current_task()
+            if self._cancelled and not (task and task.cancelling()):
+                raise CancelledError("the stream was cancelled") from None
+            raise
         finally:
             self.cancel()
 
@@ -100,6 +108,7 @@ class AsyncRolloutStream:
 
     def cancel(self) -> None:
         """Stop the rollout at its next step; nothing if it has ended."""
+        self._cancelled = True
         self._call.cancel()
 
     async def __aenter__(self) -> AsyncRolloutStream:

@@ -10,6 +10,10 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "diffusion-rollout"
 
+#: A status travels in HTTP/2 trailers, of which 8 KiB are safe. What a request holds is cut to this many characters.
+_LONGEST_TEXT = 500
+_LONGEST_FIELD = 120
+
 
 class ServiceError(Exception):
     """An error as the client will see it.
@@ -33,8 +37,9 @@ class ServiceError(Exception):
         metadata: dict[str, str] | None = None,
         retry_after_seconds: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.code, self.reason, self.field = code, reason, field
+        super().__init__(shorten(message, _LONGEST_TEXT))
+        self.code, self.reason = code, reason
+        self.field = field and shorten(field, _LONGEST_FIELD)
         self.metadata, self.retry_after_seconds = metadata or {}, retry_after_seconds
 
     def to_status(self) -> status_pb2.Status:
@@ -54,9 +59,16 @@ class ServiceError(Exception):
         return status_pb2.Status(code=self.code.value[0], message=str(self), details=packed)
 
 
+def shorten(text: str, length: int) -> str:
+    """``text``, its middle cut out if it is longer than ``length`` characters."""
+    half = (length - 3) // 2
+    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
+
+
 def invalid(field: str, problem: str) -> ServiceError:
     """A field that is wrong; ``problem`` says what to pass instead."""
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", f"{field}: {problem}", field=field)
+    message = f"{shorten(field, _LONGEST_FIELD)}: {problem}"
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, field=field)
 
 
 def over_limit(field: str, value: int, limit_name: str, limit: int) -> ServiceError:

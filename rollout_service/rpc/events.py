@@ -102,7 +102,7 @@ class EventWriter:
                 tensor = batch.row(row)
                 self._digests[sample].update(tensor.data)
                 self._tensor_bytes += len(tensor.data)
-                for part in self._parts(tensor, used):
+                for part in self._parts(tensor, used=used):
                     size = len(part.data) + _TENSOR_OVERHEAD
                     if used and used + size > self._budget:
                         yield event
@@ -126,9 +126,12 @@ class EventWriter:
         if used:
             yield event
 
-    def _parts(self, tensor: RawTensor, used: int) -> Iterator[tensor_pb2.Tensor]:
-        """The tensor whole if it fits one event, else in parts; the first fills what is left of the event in hand."""
-        whole = self._budget - _TENSOR_OVERHEAD
+    def _parts(self, tensor: RawTensor, *, used: int = 0, reserve: int = 0) -> Iterator[tensor_pb2.Tensor]:
+        """The tensor whole if it fits one event, else in parts; the first fills what is left of the event in hand.
+
+        ``reserve`` is what each event needs besides the tensor.
+        """
+        whole = self._budget - _TENSOR_OVERHEAD - reserve
         dtype, shape, size = DATA_TYPES[tensor.dtype], tensor.shape, len(tensor.data)
         room = whole - used
         if size <= whole or room < _SMALLEST_PART:
@@ -153,7 +156,7 @@ class EventWriter:
             if not entry["is_tensor"]:
                 yield pb.Conditioning(**head, json_value=json.dumps(entry["value"]), last=final)
                 continue
-            parts = list(self._parts(next(tensors), 512))  # room for the argument's name
+            parts = list(self._parts(next(tensors), reserve=len(entry["name"]) + len(entry["component"]) + 32))
             for number, part in enumerate(parts):
                 yield pb.Conditioning(**head, tensor=part, last=final and number == len(parts) - 1)
 
@@ -178,7 +181,7 @@ class EventWriter:
             yield pb.SampleFinished(**end)
             return
         media_format = _MEDIA[self._spec.media]
-        parts = [(f, part) for f, tensor in enumerate(frame.tensors) for part in self._parts(tensor, 0)]
+        parts = [(f, part) for f, tensor in enumerate(frame.tensors) for part in self._parts(tensor)]
         for number, (frame_index, part) in enumerate(parts):
             last = number == len(parts) - 1
             head = end if last else {"sample_index": sample}

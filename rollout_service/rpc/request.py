@@ -73,6 +73,8 @@ def parse_request(
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
+    if request.ByteSize() > config.max_request_bytes:
+        raise over_limit("prompts", request.ByteSize(), "max_request_bytes", config.max_request_bytes)
     output, sampling = request.output, request.sampling
     latents_dtype = _choose(output.latents_dtype, "output.latents_dtype", _LATENTS_DTYPES)
     args, num_steps = _parse_sampling(sampling, output, latents_dtype, facts, config)
@@ -80,7 +82,9 @@ def parse_request(
     samples, start_latents = _parse_samples(request, num_steps, args, config)
     _check_policy(request)
     max_event_bytes = output.max_event_bytes if output.HasField("max_event_bytes") else config.default_event_bytes
-    if not MIN_EVENT_BYTES <= max_event_bytes <= MAX_EVENT_BYTES:
+    if max_event_bytes > MAX_EVENT_BYTES:
+        raise over_limit("output.max_event_bytes", max_event_bytes, "max_event_bytes", MAX_EVENT_BYTES)
+    if max_event_bytes < MIN_EVENT_BYTES:
         raise invalid(
             "output.max_event_bytes", f"{max_event_bytes} is out of range; pass {MIN_EVENT_BYTES} to {MAX_EVENT_BYTES}"
         )
@@ -96,7 +100,24 @@ def parse_request(
         conditioning=output.conditioning,
         buffer_bytes=config.stream_buffer_bytes,
     )
+    needed = _echo_bytes(spec)
+    if needed > max_event_bytes:
+        raise invalid(
+            "output.max_event_bytes",
+            f"{max_event_bytes} is too small for the echo of this rollout; pass at least {needed}, or send less",
+        )
     return ParsedRequest(spec, start_latents, max_event_bytes)
+
+
+def _echo_bytes(spec: RolloutSpec) -> int:
+    """Upper bound of the events that are not split: `accepted` (a line per sample, the pipeline's arguments) and
+    `started` (4 bytes per sigma, up to 3 per index).
+    """
+    arguments = sum(
+        len(name) + (len(value.encode()) if isinstance(value, str) else 9) + 16
+        for name, value in spec.call_arguments.items()
+    )
+    return max(256 + 36 * len(spec.samples) + arguments, 128 + 10 * (spec.num_steps + 1))
 
 
 def _choose(value: int, field: str, choices: Mapping[Any, Any]) -> Any:
@@ -176,8 +197,8 @@ def _parse_samples(
     request: pb.GenerateRolloutRequest, num_steps: int, args: RolloutArgs, config: ServerConfig
 ) -> tuple[tuple[SampleSpec, ...], dict[int, Tensor]]:
     total = sum(len(p.samples) or p.seed_range.count for p in request.prompts)
-    if total > config.max_samples:
-        raise over_limit("prompts", total, "max_samples", config.max_samples)
+    if total > config.samples_limit:
+        raise over_limit("prompts", total, "max_samples", config.samples_limit)
     samples: list[SampleSpec] = []
     start_latents: dict[int, Tensor] = {}
     for prompt_index, prompt in enumerate(request.prompts):
@@ -245,7 +266,8 @@ def _parse_pipeline(pipeline: pb.PipelineSettings, facts: PipelineFacts, config:
             arguments[name] = _checked_size(getattr(pipeline, name), f"pipeline.{name}", facts)
     pixels = arguments.get("height", 0) * arguments.get("width", 0)
     if pixels > config.max_pixels:
-        raise over_limit("pipeline.height", pixels, "max_pixels", config.max_pixels)
+        blamed = "height" if pipeline.HasField("height") or not pipeline.HasField("width") else "width"
+        raise over_limit(f"pipeline.{blamed}", pixels, "max_pixels", config.max_pixels)
     if pipeline.HasField("num_frames"):
         arguments["num_frames"] = _checked_frames(pipeline.num_frames, facts, config)
     if pipeline.HasField("guidance_scale"):
@@ -327,5 +349,5 @@ def _check_policy(request: pb.GenerateRolloutRequest) -> None:
             raise invalid(
                 "policy.max_wait", "given without a version to wait for; pass exactly or at_least, or leave it out"
             )
-        if policy.max_wait.seconds < 0 or policy.max_wait.nanos < 0:
-            raise invalid("policy.max_wait", "is negative; pass how long to wait at most")
+        if not (0 <= policy.max_wait.seconds <= 315_576_000_000 and 0 <= policy.max_wait.nanos <= 999_999_999):
+            raise invalid("policy.max_wait", "is negative or no valid Duration; pass how long to wait at most")

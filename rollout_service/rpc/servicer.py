@@ -211,7 +211,6 @@ def server_info(facts: PipelineFacts, config: ServerConfig) -> pb.GetServerInfoR
     shared = (
         "max_prompts",
         "max_prompt_bytes",
-        "max_samples",
         "max_steps",
         "max_pixels",
         "max_frames",
@@ -234,6 +233,7 @@ def server_info(facts: PipelineFacts, config: ServerConfig) -> pb.GetServerInfoR
         limits=pb.Limits(
             min_event_bytes=MIN_EVENT_BYTES,
             max_event_bytes=MAX_EVENT_BYTES,
+            max_samples=config.samples_limit,
             **{name: getattr(config, name) for name in shared},
         ),
         size_multiple=facts.size_multiple,

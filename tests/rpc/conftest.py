@@ -9,7 +9,7 @@ import grpc
 import pytest
 from diffusion_rollout.v1 import rollout_pb2_grpc
 
-from tests.rpc.support import LIMITS
+from tests.rpc.support import LIMITS, NARROW
 from tests.support.serving import RunningServer, running_server, save_family
 from trainer_client import RolloutClient
 
@@ -38,6 +38,13 @@ def channel(service: RunningServer) -> Iterator[grpc.Channel]:
 def stub(channel: grpc.Channel) -> rollout_pb2_grpc.RolloutServiceStub:
     """The generated stub: what a client in any language has."""
     return rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+@pytest.fixture(scope="session")
+def narrow_stub(service: RunningServer) -> Iterator[rollout_pb2_grpc.RolloutServiceStub]:
+    """A stub whose unread streams block the server soon."""
+    with grpc.insecure_channel(service.target, NARROW) as channel:
+        yield rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
 @pytest.fixture(scope="session")

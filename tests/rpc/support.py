@@ -186,12 +186,12 @@ def error_of(stream: RolloutStream) -> RolloutError:
     raise AssertionError("the rollout did not fail")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30, every: float = 0.02) -> None:
     """Poll until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"still not so after {seconds} s"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def idle(client: RolloutClient) -> bool:
@@ -220,7 +220,24 @@ def open_stream(stub: Any, message: pb.GenerateRolloutRequest) -> Iterator[Any]:
         call.cancel()
 
 
-#: Seconds of work, and 50 MB that nobody reads: such a stream is soon parked.
+#: Channel options for a small and constant flow control window; gRPC's own grows to tens of megabytes.
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
+
+
+def wait_until_parked(client: RolloutClient, samples: int) -> None:
+    """Wait until so many samples are parked, and stay so: the buffers between the engine and the reader are full."""
+    calls = -1
+
+    def parked() -> bool:
+        nonlocal calls
+        status = client.status()
+        before, calls = calls, status.pipeline_calls
+        return status.parked_samples == samples and calls == before
+
+    wait_until(parked, every=0.2)
+
+
+#: Seconds of work, and 50 MB: nobody's buffers hold them.
 LONG = {
     "prompts": 'prompt: "long" seed_range { count: 16 }',
     "sampling": "dynamics: DYNAMICS_SDE noise_level: 0.7 num_steps: 50",

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rollout_service.scheduler import DYNAMICS, RolloutArgs, RolloutArgsError, as_float32, transition
 from rollout_service.scheduler.args import DEBUG_TENSORS, validate_indices, validate_sigmas
-
-from . import reference
+from tests.support import reference
 
 SIGMAS = as_float32((1.0, 0.7, 0.4, 0.1, 0.0))
 
@@ -248,7 +247,7 @@ def test_command_line_help_names_every_setting() -> None:
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
-@settings(deadline=None, derandomize=True, database=None)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_as_float32_is_exact_and_idempotent(values: list[float]) -> None:
     rounded = as_float32(tuple(values))
     assert list(rounded) == torch.tensor(values, dtype=torch.float64).float().tolist()

@@ -59,9 +59,10 @@ class RolloutServiceServicer:
     def GenerateRollout(self, request, context):
         """Runs one rollout and streams its events.
 
-        Order: `accepted`, then `started`, then for each prompt `conditioning` (if asked for) and the steps, then one
-        `sample_finished` per sample, then `finished`. Events of different samples interleave; those of one sample are
-        in order. Dropping the stream cancels the rollout at its next step.
+        Order: `accepted`, then `started` (unless every sample fails before its first step), then for each prompt
+        `conditioning` (if asked for) and the steps, then one `sample_finished` per sample, then `finished`. Events of
+        different samples interleave; those of one sample are in order. Dropping the stream cancels the rollout at its
+        next step.
 
         Errors:
         INVALID_ARGUMENT (INVALID_FIELD, OVER_LIMIT): the request cannot be run; BadRequest names the field.

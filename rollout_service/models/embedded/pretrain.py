@@ -56,11 +56,12 @@ class Settings:
     processes: int = 2
     batch_size: int = 64  # of each process
     images: int = 16_000
-    caption_noise: float = 0.4
+    caption_noise: float = 0.3
     caption_dropout: float = 0.1
     muon_learning_rate: float = 4e-3
     adam_learning_rate: float = 2e-3
     ema_decay: float = 0.99
+    compile: bool = False
     evaluation_noises: int = 2  # for each prompt; 0 leaves the evaluation out
     seed: int = 0
 
@@ -95,7 +96,7 @@ def flow_matching_loss(
         max_sequence_length=T5_LENGTH,
     )
     noise = torch.randn(latents.shape, generator=generator)
-    times = torch.sigmoid(0.3 + torch.randn(len(latents), generator=generator))
+    times = torch.sigmoid(0.6 + torch.randn(len(latents), generator=generator))
     blend = times.view(-1, 1, 1, 1)
     velocity = pipeline.transformer(
         hidden_states=(1 - blend) * latents + blend * noise,
@@ -141,6 +142,8 @@ def train(settings: Settings, rank: int, console: Console) -> StableDiffusion3Pi
     modules = torch.nn.ModuleList([pipeline.transformer, *text_encoders(pipeline)])
     averaged = AveragedModel(modules, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
     optimizers = make_optimizers(pipeline, modules, settings)
+    if settings.compile:
+        pipeline.transformer.compile()
 
     rng = np.random.default_rng([settings.seed, rank])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
@@ -243,6 +246,9 @@ def main(
     caption_noise: Annotated[
         float, typer.Option(help="Probability that an attribute of a caption is a random one.")
     ] = Settings.caption_noise,
+    compile_transformer: Annotated[
+        bool, typer.Option("--compile", help="Compile the transformer: 1.5 times as fast, after minutes of compiling.")
+    ] = Settings.compile,
     evaluation_noises: Annotated[
         int, typer.Option(help="Images to judge for each prompt, at the end; 0 for no evaluation.")
     ] = Settings.evaluation_noises,
@@ -255,6 +261,7 @@ def main(
         processes=processes,
         images=images,
         caption_noise=caption_noise,
+        compile=compile_transformer,
         evaluation_noises=evaluation_noises,
         seed=seed,
     )
