@@ -58,16 +58,18 @@ def coefficients(
     Floats in, floats out; float64 tensors of shape [B] in, float64 tensors of shape [B] out.
 
     Raises:
-        ValueError: unknown dynamics, or a cps noise level outside [0, 1].
+        ValueError: unknown dynamics, or a noise level below 0 (cps: outside [0, 1]).
     """
     s, s_next, n = sigma, sigma_next, noise_level
     d = s - s_next
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: {dynamics!r} is unknown; pass one of {', '.join(DYNAMICS)}")
+    if dynamics != "ode" and not n >= 0:
+        raise ValueError(f"noise_level: {n} is below 0; pass 0 or more")
     if dynamics == "ode" or n == 0:
         return d * 0, -d, d * 0
     if dynamics == "cps":
-        if not 0 <= n <= 1:
+        if n > 1:
             raise ValueError(f"noise_level: {n} is outside (0, 1], which cps needs")
         # sqrt(s'^2 - std^2) is s' cos, without the cancellation (and without a negative at n = 1).
         std, keep = s_next * math.sin(n * math.pi / 2), s_next * math.cos(n * math.pi / 2)

@@ -25,7 +25,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from torch import Tensor
 
-from .args import RolloutArgs, RolloutArgsError, validate_sigmas
+from .args import RolloutArgs, RolloutArgsError, validate_indices, validate_sigmas
 from .dynamics import drift_and_std, log_prob_of_error
 from .noise import NoiseSource
 
@@ -87,10 +87,6 @@ class _Replay:
     sink: Callable[[StepRecord], None]
 
     def steps(self, num_steps: int) -> tuple[int, ...]:
-        if self.replayed[-1] >= num_steps:
-            raise RolloutArgsError(
-                "steps", f"{self.replayed[-1]} is not a step of {num_steps}; pass 0 to {num_steps - 1}"
-            )
         return self.replayed
 
 
@@ -137,6 +133,8 @@ class SchedulerRLMixin:
             RolloutArgsError: a setting that cannot be run.
         """
         args.validate()
+        if start_step < 0:
+            raise RolloutArgsError("start_step", f"{start_step} is below 0; pass the first step to run")
         self._check_supported()
         self._records = []
         noise = NoiseSource(seeds, args.noise_mode, initial_noise_seeds)
@@ -168,6 +166,7 @@ class SchedulerRLMixin:
             raise RolloutArgsError("sigmas", "needed by a replay; pass the schedule that the rollout reported")
         if not steps:
             raise RolloutArgsError("steps", "none given; pass the steps to score")
+        validate_indices("steps", tuple(steps), len(args.sigmas) - 1)
         missing = sorted({k for step in steps for k in (step, step + 1)} - set(latents))
         if missing:
             raise RolloutArgsError("latents", f"x_k missing for k in {missing}; ask the rollout to return them")
@@ -291,6 +290,8 @@ class SchedulerRLMixin:
         args = state.args
         wire = args.latents_dtype or sample.dtype
         carrier = torch.promote_types(sample.dtype, wire)
+        # Already so, except for an x_0 that a pipeline outside `clone_pipeline` drew in another dtype.
+        sample = sample.to(wire).to(carrier)
         noise_std = args.noise_std(schedule.sigmas, k)
         if noise_std > 0:
             assert args.noise_level is not None  # validate() saw to it
@@ -304,7 +305,7 @@ class SchedulerRLMixin:
             drift = dt * velocity.to(torch.promote_types(velocity.dtype, carrier))
         mean = sample.float() + drift
         if isinstance(state, _Replay):
-            noise, next_sample = None, state.latents[k + 1].to(sample.device)
+            noise, next_sample = None, self._stored(state, k + 1, sample)
         else:
             noise = self._draw(state, schedule.sigmas, k, sample) if noise_std > 0 else None
             next_sample = (mean if noise is None else mean + noise_std * noise).to(wire)
@@ -331,8 +332,17 @@ class SchedulerRLMixin:
             return next_sample.to(velocity.dtype)
         if isinstance(state, _Replay):
             # The next replayed step need not be k + 1: continue from its own stored latents.
-            next_sample = state.latents[schedule.steps[schedule.position]].to(sample.device)
+            next_sample = self._stored(state, schedule.steps[schedule.position], sample)
         return next_sample.to(carrier)
+
+    @staticmethod
+    def _stored(state: _Replay, k: int, sample: Tensor) -> Tensor:
+        latents = state.latents[k]
+        if latents.shape != sample.shape:
+            raise RolloutArgsError(
+                "latents", f"x_{k} has shape {list(latents.shape)}; this pipeline call needs {list(sample.shape)}"
+            )
+        return latents.to(sample.device)
 
     @staticmethod
     def _draw(state: _Rollout, sigmas: tuple[float, ...], k: int, sample: Tensor) -> Tensor:

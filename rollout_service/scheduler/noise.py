@@ -103,4 +103,4 @@ class NoiseSource:
         if self.mode == "sequential":
             for generator in self._generators:
                 for _ in range(draws):
-                    torch.randn(sample.shape[1:], generator=generator)
+                    torch.randn(sample.shape[1:], generator=generator, dtype=torch.float32)
