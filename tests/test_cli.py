@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.serving import ROLLOUT_COMMAND, ServeProcess
 from trainer_client import RolloutClient, Trajectory, UnavailableError
 
-ROLLOUT = str(Path(sys.executable).parent / "rollout")
 PROMPT = "red circle top left"
 
 
 def rollout(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     return subprocess.run(
-        [ROLLOUT, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        [ROLLOUT_COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
-
-
-class ServeProcess:
-    """A `rollout serve` process and where it listens."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [ROLLOUT, "serve", "--address", "127.0.0.1:0", "--threads", "1", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.target = ""
-        for line in self.process.stdout:
-            if match := re.search(r"listening on (\S+);", line):
-                self.target = match[1]
-                break
-        assert self.target, self.process.stderr and self.process.stderr.read()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate(timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +51,8 @@ def test_info(serve: ServeProcess) -> None:
 def test_generate_writes_a_trajectory_and_pictures(serve: ServeProcess, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = rollout(
-        "generate", PROMPT, "blue square center", "--server", serve.target, "--samples-per-prompt", "2", "--num-steps", "4",
+        "generate", PROMPT, "blue square center", "--server", serve.target, "--samples-per-prompt", "2",
+        "--num-steps", "4",
         "--dynamics", "cps", "--noise-level", "0.5", "--stochastic-step-indices", "0,2", "--latents", "stochastic",
         "--latents-dtype", "bfloat16", "--debug", "mean", "--conditioning", "--seed", "7", "--out", str(out),
         "--argument", "max_sequence_length=6",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from diffusers import DiffusionPipeline
 
@@ -19,6 +23,7 @@ from rollout_service.server import Server
 from tests.support.tiny_pipelines import FAMILIES, save_pipeline
 
 WAIT_SECONDS = 120
+ROLLOUT_COMMAND = str(Path(sys.executable).parent / "rollout")
 
 
 @dataclass
@@ -82,3 +87,34 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
             component.eval().requires_grad_(False)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+class ServeProcess:
+    """A `rollout serve` process and where it listens."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [ROLLOUT_COMMAND, "serve", "--address", "127.0.0.1:0", "--threads", "1", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.target = ""
+        for line in self.process.stdout:
+            if match := re.search(r"listening on (\S+);", line):
+                self.target = match[1]
+                break
+        assert self.target, self.process.stderr and self.process.stderr.read()
+
+    def peak_memory(self) -> int:
+        """Largest resident bytes so far, of the frontend and the engine together."""
+        processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes]
+        return sum(int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024 for text in status)
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=30)
