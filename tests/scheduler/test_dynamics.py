@@ -182,6 +182,7 @@ def test_transition_and_log_prob_agree_with_float64(
     drift, drift_std = drift_and_std(dynamics, x, v, *scalars)
     assert ((drift.double() - (exact_mean - x.double())).abs() <= drift_bound + 1e-15 * exact_mean.abs()).all()
     assert torch.equal(mean, x.float() + drift)
+    assert isinstance(drift_std, float)  # no scalar goes to the device
     assert std == drift_std
     mean_bound = drift_bound + 2 * U * exact_mean.abs()
     assert ((mean.double() - exact_mean).abs() <= mean_bound).all()
@@ -369,7 +370,9 @@ def test_transition_needs_one_shape(sample_shape: tuple[int, ...], velocity_shap
         transition("sde", torch.ones(sample_shape), torch.ones(velocity_shape), 0.8, 0.6, 0.9, 0.7)
 
 
-@pytest.mark.parametrize(("dynamics", "noise_level"), [("cps", 1.01), ("cps", -0.5), ("sde", -0.5), ("dance", -0.5)])
+@pytest.mark.parametrize(
+    ("dynamics", "noise_level"), [("cps", 1.01), ("cps", -0.5), ("sde", -0.5), ("dance", -0.5), ("sde", math.nan)]
+)
 def test_noise_level_out_of_range(dynamics: str, noise_level: float) -> None:
     x, v = inputs()
     with pytest.raises(ValueError, match="noise_level"):

@@ -305,6 +305,48 @@ def test_set_timesteps_reports_the_steps_that_remain() -> None:
     assert scheduler.rollout_steps == (1, 2, 3)
 
 
+def test_step_index_counts_the_steps_of_this_call() -> None:
+    scheduler, x = Scheduler(), normal(2, 16, 4, 4)
+    for _ in range(2):
+        scheduler.prepare_rollout(dataclasses.replace(SETTINGS["sde"], sigmas=SIGMAS), SEEDS, start_step=1)
+        scheduler.set_timesteps(STEPS)
+        assert scheduler.step_index is None
+        for made, t in enumerate(scheduler.timesteps, start=1):
+            scheduler.step(0.3 * x, t, x)
+            assert scheduler.step_index == made
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+def test_sigma_max_is_the_second_sigma_of_the_full_schedule(start_step: int) -> None:
+    """Also in a later step that is within the tolerance of 1, and in a rollout that starts there."""
+    sigmas = as_float32((1.0, 0.99995, 0.5, 0.0))
+    scheduler = Scheduler()
+    scheduler.prepare_rollout(with_debug(SETTINGS["sde"], sigmas=sigmas), SEEDS, start_step=start_step)
+    run_alone(scheduler, normal(2, 16, 4, 4))
+    record = next(record for record in scheduler.rollout_records if record.step_index == 1)
+    assert record.mean is not None
+    assert record.velocity is not None
+    mean, std = reference.mean_and_std("sde", record.sample, record.velocity, *sigmas[1:3], sigmas[1], 0.7)
+    assert record.noise_std == pytest.approx(std, rel=1e-7)
+    assert relative_error(record.mean, mean) < 1e-6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_wire_dtype_does_not_round_the_timesteps(load_pipeline: LoadPipeline, name: str) -> None:
+    """Some pipelines cast the timestep to the dtype of the latents, so these are carried in the model's."""
+    seen: dict[torch.dtype, list[Tensor]] = {}
+    for wire in (torch.float32, torch.bfloat16):
+        seen[wire] = []
+
+        def run(component: str, module: nn.Module, arguments: dict[str, Any], wire: torch.dtype = wire) -> Any:
+            seen[wire].append(arguments["timestep"])
+            return module(**arguments)
+
+        args = RolloutArgs("ode", sigmas=as_float32((1.0, 0.7, 0.0)), latents_dtype=wire)
+        rollout(load_pipeline(name), name, args, run=run)
+    assert torch.equal(torch.stack(seen[torch.bfloat16]), torch.stack(seen[torch.float32]))
+
+
 def test_unipc_wan_gets_a_flow_euler_scheduler_with_its_shift(load_pipeline: LoadPipeline) -> None:
     pipe = build_wan(unipc=True)
     pipe.set_progress_bar_config(disable=True)
@@ -838,12 +880,16 @@ def test_replay_needs_a_schedule_steps_and_latents(changes: dict[str, Any], mess
         prepare_replay(Scheduler(), **changes)
 
 
-def test_replayed_latents_of_another_batch() -> None:
-    """One stored sample must not be scored as if it were each of two."""
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_replayed_latents_of_another_batch(wrong: int) -> None:
+    """One stored sample must not be scored, nor continued from, as if it were each of two."""
     scheduler, x = Scheduler(), normal(2, 16, 4, 4)
-    prepare_replay(scheduler, latents={k: normal(1, 16, 4, 4, seed=k) for k in range(3)})
+    latents = {k: normal(1 if k == wrong else 2, 16, 4, 4, seed=k) for k in range(4)}
+    prepare_replay(scheduler, latents=latents, steps=(0, 2))
     scheduler.set_timesteps(STEPS)
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(
+        RolloutArgsError, match=rf"^latents: x_{wrong} has shape \[1, 16, 4, 4\]; .* needs \[2, 16, 4, 4\]"
+    ):
         scheduler.step(0.3 * x, scheduler.timesteps[0], x)
 
 
