@@ -341,8 +341,9 @@ def test_defaults_have_the_agreed_keys():
 def test_checkpoint_draws_what_it_is_asked_with_its_defaults(pipeline):
     defaults = read_defaults(CHECKPOINT_PATH)
     verdicts = [v for vs in evaluate(pipeline, ALL_PROMPTS[::2], **defaults).values() for v in vs]
-    assert Score.of(verdicts).reward > REWARD_WITH_DEFAULTS
-    assert Score.of(verdicts).strict > STRICT_WITH_DEFAULTS
+    # MEASURED
+    assert Score.of(verdicts).reward > 0.88
+    assert Score.of(verdicts).strict > 0.75
 
 
 def test_checkpoint_leaves_room_without_guidance(pipeline):

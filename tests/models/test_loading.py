@@ -38,8 +38,9 @@ def test_arguments_are_typed_from_the_signature(load_family: Load) -> None:
     arguments = pipeline_facts(load_family("sd3"), "sd3").arguments
     assert arguments["max_sequence_length"] == ["int"]
     assert arguments["prompt_2"] == ["str"]
-    assert arguments["skip_layer_guidance_scale"] == ["float"]
-    assert "skip_guidance_layers" not in arguments  # a list: and it would make a step depend on where a sample started
+    assert arguments["mu"] == ["float"]
+    for step_relative in ("skip_guidance_layers", "skip_layer_guidance_scale", "skip_layer_guidance_start"):
+        assert step_relative not in arguments  # a step would depend on where its sample started
     assert "joint_attention_kwargs" not in arguments
 
 
@@ -83,7 +84,20 @@ def test_a_bad_defaults_file_is_refused(content: str, message: str, tmp_path: Pa
         read_defaults(str(tmp_path))
 
 
-def test_defaults_of_arguments_that_do_not_exist_are_refused(tmp_path: Path, load_family: Load) -> None:
-    (tmp_path / "rollout_defaults.json").write_text('{"pipeline_arguments": {"no_such": 1}}')
-    with pytest.raises(ModelError, match="takes no argument no_such"):
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"pipeline_arguments": {"no_such": 1}}, "takes no argument no_such"),
+        ({"pipeline_arguments": {"max_sequence_length": "6"}}, "max_sequence_length is '6'; pass a value of type int"),
+        ({"height": "512"}, "height is '512'; pass a value of type int"),
+        ({"num_steps": 2.5}, "num_steps is 2.5; pass a value of type int"),
+        ({"guidance_scale": None}, "guidance_scale is None; pass a value of type float or int"),
+    ],
+    ids=str,
+)
+def test_defaults_that_do_not_fit_the_pipeline_are_refused(
+    defaults: dict[str, object], message: str, tmp_path: Path, load_family: Load
+) -> None:
+    (tmp_path / "rollout_defaults.json").write_text(json.dumps(defaults))
+    with pytest.raises(ModelError, match=message):
         pipeline_facts(load_family("sd3"), str(tmp_path))

@@ -135,7 +135,7 @@ def build_identity_vae() -> AutoencoderTiny:
 
 
 def _zero_gates_and_output(transformer: SD3Transformer2DModel) -> None:
-    """Let every block start as the identity and the output as zero, as DiT does: the loss falls twice as fast."""
+    """Let each block start as the identity and the output as zero, as DiT does: the loss falls faster."""
     gates = [block.norm1.linear for block in transformer.transformer_blocks]
     gates += [block.norm1_context.linear for block in transformer.transformer_blocks]
     for linear in (*gates, transformer.norm_out.linear, transformer.proj_out):

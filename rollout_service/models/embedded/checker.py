@@ -1,8 +1,8 @@
 """The rule-based checker: does an image show what its prompt asks for? It is the reward of the RL playground.
 
 An object's pixels are told from the grey ground by their chroma, and then compared with every shape at every offset.
-An object counts as a shape only when all but three pixels agree, fewer than any blend of two shapes leaves (a square
-with rounded corners is four pixels from a square and eight from a circle). So there is nothing to exploit in between.
+An object counts as a shape only when all but three pixels agree. A square without its corners, four pixels from a
+square and eight from a circle, is neither, so that what lies between two shapes earns nothing.
 """
 
 from __future__ import annotations

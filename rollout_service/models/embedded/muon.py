@@ -1,6 +1,6 @@
 """Muon for the CPU: momentum whose matrices are orthogonalised, all of one shape at once and in float32.
 
-``torch.optim.Muon`` computes in bfloat16, which a CPU without bfloat16 instructions emulates: 20 times slower here.
+``torch.optim.Muon`` computes in bfloat16, which a CPU without bfloat16 instructions emulates: over ten times as slow.
 """
 
 from __future__ import annotations

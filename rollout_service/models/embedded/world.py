@@ -17,7 +17,7 @@ Ground = Literal["light", "dark"]
 IMAGE_SIZE: Final = 16
 SHAPE_SIZE: Final = 8
 
-# Six corners of the RGB cube: any two differ by about 190 in at least one channel, so colours cannot be confused.
+# Six corners of the RGB cube: any two differ by 180 or more in some channel, so colours cannot be confused.
 COLOURS: Final = MappingProxyType(
     {
         "red": (225, 35, 35),
