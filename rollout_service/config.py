@@ -58,6 +58,8 @@ class ServerConfig(BaseSettings):
     """Most pixels (height * width) of one image or frame."""
     max_frames: PositiveInt = 1024
     """Most frames of one video."""
+    max_argument_value: PositiveInt = 4096
+    """Largest magnitude of an integer pipeline argument, such as max_sequence_length."""
     max_request_bytes: PositiveInt = 64 * MIB
     """Most bytes of one request, start states included."""
     default_event_bytes: int = Field(MIB, ge=4096, le=16 * MIB)

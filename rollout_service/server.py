@@ -66,8 +66,13 @@ class Server:
         except RuntimeError as error:
             raise OSError(f"address: {self.config.address} cannot be bound; pass a free host:port") from error
         await self._set_health(False)
-        await self.engine.start()
-        await server.start()
+        try:
+            await self.engine.start()
+            await server.start()
+        except BaseException:
+            await self.engine.stop()
+            await server.stop(None)
+            raise
         self._server = server
         log.info("server.started", port=self.port, model=self.engine.facts.model)
         return self
@@ -82,13 +87,13 @@ class Server:
         self._draining = True
         self._servicer.drain()
         await self._set_health(False)
+        # New rollouts are refused with DRAINING, running ones go on; those left when the time is up end with DRAINING.
+        deadline = asyncio.get_running_loop().time() + self.config.drain_seconds
+        while self.engine.open_streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self.engine.end_streams(DrainingError("the server stops"))
         if self._server is not None:
-            # Running streams go on, new RPCs are refused; what is left when the time is up ends with DRAINING.
-            stopping = asyncio.ensure_future(self._server.stop(self.config.drain_seconds + LAST_WORDS_SECONDS))
-            _, pending = await asyncio.wait({stopping}, timeout=self.config.drain_seconds)
-            if pending:
-                self.engine.end_streams(DrainingError("the server stops"))
-            await stopping
+            await self._server.stop(LAST_WORDS_SECONDS)
         await self.engine.stop()
         log.info("server.stopped")
 

@@ -305,7 +305,7 @@ def verify(
     worst = {name: report.worst(name) for name in ("log_prob", "ratio", "mean", "latents")}
     table.add_row("max", "", *(f"{value:.2e}" for value in worst.values()))
     _console.print(table)
-    if trajectory.errors or not (worst["ratio"] <= tolerance and worst["latents"] <= tolerance):
+    if trajectory.errors or not report.steps or not (worst["ratio"] <= tolerance and worst["latents"] <= tolerance):
         _console.print(
             f"[bold]MISMATCH[/bold]: more than {tolerance:g}. Check, in this order: the same checkpoint and dtype on "
             "both ends; the same device type and library versions; the same batch shape (other rollouts merge with "

@@ -216,6 +216,11 @@ class EventDecoder:
         echoed = [(s.prompt_index, s.seed, s.initial_noise_seed, s.start_step) for s in accepted.samples]
         if echoed != expected:
             raise IntegrityError("the samples echoed are not those asked for")
+        sampling, output = self._request.sampling, self._request.output
+        if sampling.HasField("num_steps") and accepted.num_steps != sampling.num_steps:
+            raise IntegrityError(f"{accepted.num_steps} steps are made where {sampling.num_steps} were asked for")
+        if accepted.latents_dtype not in TORCH_DTYPES or output.latents_dtype not in (0, accepted.latents_dtype):
+            raise IntegrityError("the wire dtype is not the one asked for")
         self._samples = [_SampleState(sample.start_step) for sample in accepted.samples]
         self._accepted = accepted
         return Accepted(accepted)
@@ -232,8 +237,24 @@ class EventDecoder:
         chosen = sampling.stochastic_step_indices.indices
         if sampling.HasField("stochastic_step_indices") and not set(stochastic) <= set(chosen):
             raise IntegrityError("steps are stochastic that were not to be")
-        self._started = Started(started.policy_version, sigmas, stochastic, tuple(started.latents_indices))
+        indices = tuple(started.latents_indices)
+        if indices != self._asked_indices(len(sigmas) - 1, stochastic):
+            raise IntegrityError(f"the latents that come back are not those asked for: {indices}")
+        self._started = Started(started.policy_version, sigmas, stochastic, indices)
         return self._started
+
+    def _asked_indices(self, num_steps: int, stochastic: tuple[int, ...]) -> tuple[int, ...]:
+        output = self._request.output
+        if output.WhichOneof("latents") == "latents_indices":
+            return tuple(output.latents_indices.indices)
+        match output.latents_selection:
+            case pb.LATENTS_SELECTION_STOCHASTIC:
+                return tuple(sorted({i for k in stochastic for i in (k, k + 1)}))
+            case pb.LATENTS_SELECTION_FINAL:
+                return (num_steps,)
+            case pb.LATENTS_SELECTION_NONE:
+                return ()
+        return tuple(range(num_steps + 1))
 
     def _condition(self, part: pb.Conditioning) -> Iterator[ConditioningReceived]:
         entries = self._conditioning.setdefault(part.prompt_index, [])
@@ -299,6 +320,15 @@ class EventDecoder:
         first = k == self._accepted.samples[sample].start_step
         if set(state.tensors) != self._promised(k, first, stochastic) or state.assembly is not None:
             raise IntegrityError(f"sample {sample}, step {k}: tensors {sorted(state.tensors)} are not those promised")
+        wire = TORCH_DTYPES[self._accepted.latents_dtype]
+        if any(role == "latents" and tensor.dtype != wire for (role, _), tensor in state.tensors.items()):
+            raise IntegrityError(f"sample {sample}, step {k}: latents are not of the wire dtype {wire}")
+        policy = self._request.policy
+        version = message.policy_version
+        if (policy.HasField("exactly") and version != policy.exactly) or version < policy.at_least:
+            raise IntegrityError(
+                f"sample {sample}, step {k}: made by policy version {version}, which was not asked for"
+            )
         if has_log_prob:
             state.digest.update(np.float32(message.log_prob).tobytes())
         state.next_step += 1

@@ -37,7 +37,8 @@ class MismatchReport:
 
     def worst(self, name: str) -> float:
         """The largest value of a field over all steps (0.0 where no step has it)."""
-        return max((value for step in self.steps if (value := getattr(step, name)) is not None), default=0.0)
+        values = [value for step in self.steps if (value := getattr(step, name)) is not None]
+        return max(values, key=_nan_last, default=0.0)
 
 
 def compare(pipe: DiffusionPipeline, trajectory: Trajectory) -> MismatchReport:
@@ -66,10 +67,14 @@ def compare(pipe: DiffusionPipeline, trajectory: Trajectory) -> MismatchReport:
     return MismatchReport(tuple(_worst(found[k]) for k in sorted(found)), int(trajectory.ok.sum()))
 
 
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
 def _worst(same_step: list[StepMismatch]) -> StepMismatch:
     def largest(name: str) -> float | None:
         values = [value for step in same_step if (value := getattr(step, name)) is not None]
-        return max(values, key=lambda v: math.inf if math.isnan(v) else v) if values else None
+        return max(values, key=_nan_last) if values else None
 
     first = same_step[0]
     return StepMismatch(

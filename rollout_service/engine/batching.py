@@ -27,8 +27,12 @@ class DenoiserCall:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch axis."""
-        return self.arguments["hidden_states"].shape[0]
+        """Rows of the batch axis: of the latents, or of the first argument that has any."""
+        latents = self.arguments.get("hidden_states")
+        for value in (latents, *self.arguments.values()):
+            if isinstance(value, (list, Tensor)) and len(value):
+                return len(value)
+        return 1
 
     def signature(self, rule: MergeRule) -> Hashable | None:
         """Calls with equal signatures can share a forward; None if this call can share with none."""
@@ -49,7 +53,7 @@ class DenoiserCall:
             if name in rule.batched and value.ndim and value.shape[0] == self.rows:
                 return ("batched", value.dtype, tuple(value.shape[1:]), value.device)
             return None
-        return ("value", repr(value)) if _is_plain(value) else None
+        return ("value", repr(value)) if is_plain(value) else None
 
     def _shared_key(self, name: str, value: Tensor) -> int:
         known = self.shared_keys.get(name)
@@ -59,12 +63,12 @@ class DenoiserCall:
         return known[1]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether equal ``repr`` means equal value."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 

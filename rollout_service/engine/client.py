@@ -229,6 +229,9 @@ class EngineClient:
                 start_new_session=True,  # so that Ctrl-C at a terminal reaches the frontend alone
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         channel = AsyncChannel(ours)
@@ -293,7 +296,7 @@ class EngineClient:
             self.restarts += 1
             try:
                 await self._spawn()
-            except ModelError as error:
+            except Exception as error:  # no memory or descriptors now, perhaps: try again, for as long as it takes
                 log.error("engine.restart_failed", error=str(error))
             else:
                 log.info("engine.restarted", restarts=self.restarts)

@@ -186,7 +186,13 @@ class Conductor:
     # -- starting and ending sessions
 
     def _running_samples(self) -> int:
-        return sum(len(s.samples.sample_indices) for r in self._rollouts.values() for s in r.running)
+        """Samples that run and are not parked: those of a slow reader must not keep others from starting."""
+        return sum(
+            len(s.samples.sample_indices)
+            for r in self._rollouts.values()
+            for s in r.running
+            if not self._buffer_is_full(r, s.step_bytes)
+        )
 
     def _can_start(self) -> bool:
         rollout = self._next_rollout()
@@ -216,7 +222,7 @@ class Conductor:
         try:
             if session.advance(output):
                 return
-            self._end(rollout, session, media=session.media)
+            self._end(rollout, session)
         except StartLatentsError as error:
             self._reject(rollout, session, str(error))
         except Exception as error:  # whatever a pipeline raises ends its session's samples, and nothing else
@@ -232,13 +238,15 @@ class Conductor:
         self._outbox.put_frame("rejected", fields)
         self._cancel(rollout.spec.rollout_id)
 
-    def _end(self, rollout: _Rollout, session: Session, error: str | None = None, media: Tensor | None = None) -> None:
+    def _end(self, rollout: _Rollout, session: Session, error: str | None = None) -> None:
         rollout.running.remove(session)
-        copy = HostCopy(media) if media is not None else None
-        nbytes = _nbytes(media) if media is not None else 0
-        rollout.bytes_under_way += nbytes
-        end = {"error": error, "media": copy, "account_bytes": nbytes}
-        self._put_end(rollout, session.samples, next_step=session.next_step, **end)
+        end: dict[str, Any] = {"error": error, "next_step": session.next_step}
+        if session.media is not None and session.media_finite is not None:
+            nbytes = _nbytes(session.media)
+            rollout.bytes_under_way += nbytes
+            end |= {"media": HostCopy(session.media), "media_finite": HostCopy(session.media_finite)}
+            end["account_bytes"] = nbytes
+        self._put_end(rollout, session.samples, **end)
         if not rollout.running and not rollout.waiting:
             self._rollouts.pop(rollout.spec.rollout_id, None)
 
@@ -248,18 +256,23 @@ class Conductor:
     # -- running the denoiser
 
     @staticmethod
-    def _buffer_is_full(rollout: _Rollout, nbytes: int) -> bool:
-        """Whether the stream's buffer has no room for so many bytes more (an empty one has always room)."""
+    def _buffer_is_full(rollout: _Rollout, nbytes: int, planned: int = 0) -> bool:
+        """Whether the stream's buffer has no room for so many bytes more (an empty one, with nothing planned, has)."""
         under_way = rollout.bytes_under_way
-        return under_way > 0 and under_way + nbytes > rollout.spec.buffer_bytes
+        return under_way + planned > 0 and under_way + nbytes > rollout.spec.buffer_bytes
 
     def _runnable(self) -> list[tuple[_Rollout, Session]]:
-        return [
-            (rollout, session)
-            for rollout in self._rollouts.values()
-            for session in rollout.running
-            if session.call is not None and not self._buffer_is_full(rollout, session.step_bytes)
-        ]
+        """Sessions whose next step fits their stream's buffer, together with those of the rollout before them."""
+        runnable = []
+        for rollout in self._rollouts.values():
+            planned = 0
+            for session in rollout.running:
+                if session.call is not None and not self._buffer_is_full(
+                    rollout, planned + session.step_bytes, planned
+                ):
+                    runnable.append((rollout, session))
+                    planned += session.step_bytes
+        return runnable
 
     def _run_parked_calls(self) -> None:
         groups: dict[Hashable, list[tuple[_Rollout, Session, DenoiserCall]]] = {}
@@ -298,11 +311,15 @@ class Conductor:
         rollout = self._rollouts[session.samples.spec.rollout_id]
         k, first = record.step_index, record.step_index == session.samples.start_step
         if session.conditioning_calls:
-            captured = tuple(session.captured_conditioning())
             # Once per prompt, though samples that start at different steps are different sessions.
-            if session.samples.prompt_index not in rollout.conditioned_prompts:
-                rollout.conditioned_prompts.add(session.samples.prompt_index)
-                self._outbox.put(ConditioningItem(rollout.progress, session.samples.prompt_index, captured))
+            prompt = session.samples.prompt_index
+            if prompt not in rollout.conditioned_prompts:
+                rollout.conditioned_prompts.add(prompt)
+                captured = tuple(session.captured_conditioning())
+                nbytes = sum(_nbytes(entry.value) for entry in captured if isinstance(entry.value, Tensor))
+                rollout.bytes_under_way += nbytes
+                self._outbox.put(ConditioningItem(rollout.progress, prompt, captured, nbytes))
+            session.conditioning_calls = []
         wanted = session.wanted_latents
         tensors: list[tuple[str, int, Tensor]] = []
         if first and k in wanted:

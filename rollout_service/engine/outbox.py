@@ -39,7 +39,8 @@ class HostCopy:
             self._tensor = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._tensor.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            # The stream of the copy: the current stream is the current device's, which may be another.
+            self._event.record(torch.cuda.current_stream(source.device))
         else:
             self._tensor = source.cpu()
 
@@ -57,9 +58,7 @@ class RolloutProgress:
     spec: RolloutSpec
     sessions_left: int
     failed: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
     started: bool = False
-    cancelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ class ConditioningItem:
     rollout: RolloutProgress
     prompt_index: int
     captured: tuple[CapturedConditioning, ...]
+    account_bytes: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class SessionEndItem:
     next_step: int
     error: str | None = None
     media: HostCopy | None = None
+    media_finite: HostCopy | None = None
+    """bool [K]: whether all of a sample's decoded values are finite."""
     account_bytes: int = 0
     cancelled: bool = False
 
@@ -196,7 +198,12 @@ class Outbox:
             )
         self._send(
             "conditioning",
-            {"rollout_id": item.rollout.spec.rollout_id, "prompt_index": item.prompt_index, "entries": entries},
+            {
+                "rollout_id": item.rollout.spec.rollout_id,
+                "prompt_index": item.prompt_index,
+                "entries": entries,
+                "account_bytes": item.account_bytes,
+            },
             tensors,
         )
 
@@ -230,21 +237,28 @@ class Outbox:
         )
 
     def _session_end(self, item: SessionEndItem) -> None:
-        rollout = item.rollout
-        rollout.cancelled |= item.cancelled
+        rollout, count = item.rollout, len(item.sample_indices)
         media = item.media.tensor() if item.media is not None else None
+        finite = item.media_finite.tensor().tolist() if item.media_finite is not None else [True] * count
+        share, unsent = item.account_bytes // count, item.account_bytes
         for row, sample in enumerate(item.sample_indices):
             if item.cancelled or sample in rollout.failed:
                 continue
             if item.error is not None:
                 self._finish_sample(rollout, sample, error=("PIPELINE_ERROR", item.error, item.next_step))
+            elif not finite[row]:
+                message = "its decoded media have NaN or infinite values"
+                self._finish_sample(rollout, sample, error=("NON_FINITE", message, item.next_step))
             else:
-                share = item.account_bytes // len(item.sample_indices)
                 own = media[row] if media is not None else None
                 self._finish_sample(rollout, sample, media=own, account_bytes=share)
+                unsent -= share
+        if unsent and not item.cancelled:
+            # Media that were not sent: give their bytes back all the same, or the stream's buffer stays full.
+            self._send("unsent", {"rollout_id": rollout.spec.rollout_id, "account_bytes": unsent})
         rollout.sessions_left -= 1
         if rollout.sessions_left == 0:
-            self._send("finished", {"rollout_id": rollout.spec.rollout_id, "cancelled": rollout.cancelled})
+            self._send("finished", {"rollout_id": rollout.spec.rollout_id})
 
     def _finish_sample(
         self,

@@ -36,6 +36,8 @@ def main(descriptor: int) -> int:
     diffusers_logging.disable_progress_bar()
     if fields["threads"]:
         torch.set_num_threads(fields["threads"])
+    if fields["device"].startswith("cuda"):
+        torch.cuda.set_device(torch.device(fields["device"] if ":" in fields["device"] else "cuda:0"))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
         pipe = load_pipeline(

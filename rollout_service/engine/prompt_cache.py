@@ -48,7 +48,7 @@ class PromptCache:
 
     def _keep(self, key: Hashable, result: Any) -> None:
         size = sum(t.numel() * t.element_size() for t in _tensors(result))
-        if size > self._max_bytes:
+        if not size or size > self._max_bytes:
             return
         self._results[key] = (result, size)
         self.nbytes += size

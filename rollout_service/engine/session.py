@@ -6,7 +6,7 @@ The samples of one prompt that start at the same step share a session.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,13 @@ from diffusers import DiffusionPipeline
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
+from rollout_service.models.merge_table import MERGE_TABLE
 from rollout_service.scheduler import StepRecord, clone_pipeline, rollout_scheduler
 from rollout_service.scheduler.mixin import RolloutFlowMatchEulerDiscreteScheduler
 from rollout_service.scheduler.pipeline import images_per_prompt_argument
+from rollout_service.tensors import DATA_TYPES
 
-from .batching import DenoiserCall
+from .batching import DenoiserCall, is_plain
 from .prompt_cache import PromptCache
 from .spec import RolloutSpec
 
@@ -53,7 +55,7 @@ class CapturedConditioning:
     batched: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """Runs one pipeline call. ``advance`` starts it, then resumes it with the result of the denoiser call at which
     it parked.
@@ -68,6 +70,8 @@ class Session:
     """The denoiser call at which it is parked; None before the start and after the end."""
     media: Tensor | None = None
     """uint8 [K, (frames,) height, width, 3] on the device, once it has ended, if the rollout asked for media."""
+    media_finite: Tensor | None = None
+    """bool [K]: whether all of a sample's decoded values are finite."""
     step_bytes: int = 0
     """Bytes that its last step handed out: what its next step will need of the stream's buffer."""
     next_step: int = 0
@@ -156,26 +160,35 @@ class Session:
             **arguments,
         )
         if spec.media != "none":
-            self.media = to_uint8(output)
+            decoded = output if isinstance(output, Tensor) else torch.stack(list(output))
+            self.media_finite = torch.isfinite(decoded).flatten(1).all(1)
+            self.media = to_uint8(decoded)
 
     def _on_record(self, record: StepRecord) -> None:
         self._first_step_done = True
         self.on_step(self, record)
 
     def captured_conditioning(self) -> list[CapturedConditioning]:
-        """What the denoiser received in the first step besides latents and timestep, reduced to one sample's rows."""
+        """What the denoiser received in the first step besides latents and timestep, reduced to one sample's rows.
+
+        Raises:
+            ValueError: an argument is neither a tensor that can be sent nor a plain value.
+        """
         captured = []
         for call_index, call in enumerate(self.conditioning_calls):
             rows_per_sample = max(1, call.rows // len(self.samples.sample_indices))
             for name, value in call.arguments.items():
                 if name in ("hidden_states", "timestep", "return_dict") or value is None:
                     continue
-                batched = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == call.rows
+                if not is_plain(value) and not (isinstance(value, Tensor) and value.dtype in DATA_TYPES):
+                    raise ValueError(f"conditioning: {call.component}'s argument {name} cannot be sent; ask without it")
+                rule = MERGE_TABLE.get(type(call.module).__name__)
+                may_batch = isinstance(value, Tensor) and value.ndim > 0 and not (rule and name in rule.shared)
+                batched = may_batch and value.shape[0] == call.rows
                 if batched:
                     value = _one_sample(value, len(self.samples.sample_indices))
                     batched = value.shape[0] == rows_per_sample
                 captured.append(CapturedConditioning(call_index, call.component, name, rows_per_sample, value, batched))
-        self.conditioning_calls = []
         return captured
 
 
@@ -186,7 +199,6 @@ def _one_sample(value: Tensor, samples: int) -> Tensor:
     return one[:, 0] if torch.equal(one.expand_as(branches), branches) else value
 
 
-def to_uint8(images: Tensor | Sequence[Tensor]) -> Tensor:
+def to_uint8(images: Tensor) -> Tensor:
     """Decoded media in [0, 1], [K, 3, H, W] or [K, F, 3, H, W], as uint8 with channels last; as diffusers rounds."""
-    stacked = images if isinstance(images, Tensor) else torch.stack(list(images))
-    return (stacked.float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).contiguous()
+    return (images.float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).contiguous()

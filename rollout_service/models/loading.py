@@ -46,6 +46,12 @@ OWNED_ARGUMENTS = frozenset(
 )
 
 
+#: Arguments that count steps within the pipeline's loop, which starts later for a resumed sample: not to be set.
+STEP_RELATIVE_ARGUMENTS = frozenset(
+    {"cfg_trunc_ratio", "skip_layer_guidance_scale", "skip_layer_guidance_start", "skip_layer_guidance_stop"}
+)
+
+
 class ModelError(Exception):
     """The model cannot be served; the message is one line that says why and what would work."""
 
@@ -146,6 +152,14 @@ def pipeline_facts(pipe: DiffusionPipeline, model: str) -> PipelineFacts:
     extra = defaults.get("pipeline_arguments", {})
     if unknown := sorted(set(extra) - set(arguments)):
         raise ModelError(f"{DEFAULTS_FILE}: {type(pipe).__name__} takes no argument {', '.join(unknown)}")
+    types_of = {name: arguments[name] for name in extra}
+    types_of |= {name: ["int"] for name in ("num_steps", "height", "width", "num_frames")}
+    types_of["guidance_scale"] = ["float", "int"]
+    for name, value in (defaults | extra).items():
+        if name in types_of and type(value).__name__ not in types_of[name]:
+            raise ModelError(
+                f"{DEFAULTS_FILE}: {name} is {value!r}; pass a value of type {' or '.join(types_of[name])}"
+            )
     default_arguments = dict(extra)
     for name in ("height", "width", "num_frames", "guidance_scale"):
         value = defaults.get(name, _signature_default(parameters, name))
@@ -180,7 +194,7 @@ def _settable_arguments(pipeline_class: type[DiffusionPipeline]) -> dict[str, li
     hints = typing.get_type_hints(pipeline_class.__call__)
     settable = {}
     for name in inspect.signature(pipeline_class.__call__).parameters:
-        if name == "self" or name in OWNED_ARGUMENTS or name not in hints:
+        if name == "self" or name in OWNED_ARGUMENTS | STEP_RELATIVE_ARGUMENTS or name not in hints:
             continue
         union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
         accepted = typing.get_args(hints[name]) if union else (hints[name],)

@@ -315,6 +315,8 @@ def _checked_argument(name: str, value: pb.ArgumentValue, facts: PipelineFacts, 
         case "bool_value" if "bool" in kinds:
             return value.bool_value
         case "int_value" if "int" in kinds:
+            if abs(value.int_value) > config.max_argument_value:
+                raise over_limit(field, value.int_value, "max_argument_value", config.max_argument_value)
             return value.int_value
         case "int_value" if "float" in kinds:
             return float(value.int_value)

@@ -215,6 +215,7 @@ def server_info(facts: PipelineFacts, config: ServerConfig) -> pb.GetServerInfoR
         "max_pixels",
         "max_frames",
         "max_request_bytes",
+        "max_argument_value",
         "max_running_samples",
         "max_queued_samples",
         "max_batch_rows",
@@ -238,6 +239,6 @@ def server_info(facts: PipelineFacts, config: ServerConfig) -> pb.GetServerInfoR
         ),
         size_multiple=facts.size_multiple,
         video=facts.video,
-        batch_invariant=config.batch_invariant,
+        batch_invariant=config.batch_invariant and all(denoiser["merged"] for denoiser in facts.denoisers),
         pipeline_arguments=sorted(facts.arguments),
     )

@@ -165,7 +165,7 @@ def log_prob(next_sample: Tensor, mean: Tensor, noise_std: float | Tensor, kind:
         fp32, shape [B].
 
     Raises:
-        ValueError: unknown kind, shapes that differ, or a zero std (a deterministic step has no log-prob).
+        ValueError: unknown kind, shapes that differ, or, for ``gaussian``, a zero std (the step is deterministic).
             A std that lives on an accelerator is not read, and a zero there gives NaN.
     """
     if next_sample.shape != mean.shape:

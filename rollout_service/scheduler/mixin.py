@@ -284,7 +284,15 @@ class SchedulerRLMixin:
         state, schedule = self._state, self._schedule
         if state is None or schedule is None:
             raise RuntimeError("not in a rollout: call prepare_rollout, then run the pipeline")
+        if schedule.position == len(schedule.steps):
+            raise RuntimeError("every step of the schedule has been made: call prepare_rollout again for another run")
         k = schedule.steps[schedule.position]
+        if isinstance(state, _Replay) and schedule.position == 0:
+            stored = self._stored(state, k, sample)
+            if not torch.equal(stored, sample.to(stored.dtype)):
+                raise RolloutArgsError(
+                    "latents", f"the pipeline does not start from x_{k}; use clone_pipeline(start_latents=...)"
+                )
         schedule.position += 1
         self._step_index = schedule.position
         args = state.args
@@ -320,7 +328,8 @@ class SchedulerRLMixin:
                 sigma=schedule.sigmas[k],
                 sigma_next=schedule.sigmas[k + 1],
                 noise_std=noise_std,
-                sample=sample.to(wire),
+                # Copies on both sides: some pipelines write into their latents while a record is still on its way.
+                sample=sample.to(wire, copy=True),
                 next_sample=next_sample,
                 log_prob=score,
                 mean=mean if keep_mean else None,
@@ -329,11 +338,11 @@ class SchedulerRLMixin:
             )
         )
         if schedule.position == len(schedule.steps):
-            return next_sample.to(velocity.dtype)
+            return next_sample.to(velocity.dtype, copy=True)
         if isinstance(state, _Replay):
             # The next replayed step need not be k + 1: continue from its own stored latents.
             next_sample = self._stored(state, schedule.steps[schedule.position], sample)
-        return next_sample.to(carrier)
+        return next_sample.to(carrier, copy=True)
 
     @staticmethod
     def _stored(state: _Replay, k: int, sample: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ class NoiseSource:
             back to the sample's seed.
 
     Raises:
-        ValueError: an unknown mode, lengths that differ, or ``sequential`` with ``initial_noise_seeds``.
+        ValueError: an unknown mode, lengths that differ, seeds out of range, or ``sequential`` with
+            ``initial_noise_seeds``.
     """
 
     def __init__(
@@ -74,6 +75,9 @@ class NoiseSource:
             raise ValueError(
                 "initial_noise_seed: not with sequential noise, where one generator draws x_0 and all steps"
             )
+        for seed in (*seeds, *(first for first in initial if first is not None)):
+            if not 0 <= seed < 1 << 64:
+                raise ValueError(f"seeds: {seed} is out of range; pass 0 to 2^64 - 1")
         self.mode = mode
         self.seeds = tuple(seeds)
         if mode == "keyed":
@@ -92,6 +96,8 @@ class NoiseSource:
             generators: Iterable[torch.Generator] = (_generator(step_generator_seed(s, step)) for s in self.seeds)
         else:
             generators = self._generators
+        if len(self.seeds) != len(sample):
+            raise ValueError(f"seeds: {len(self.seeds)} given for a batch of {len(sample)}; pass one each")
         # Drawn on the CPU, row by row: the same values on every device and in every batch.
         noise = torch.empty(sample.shape, dtype=torch.float32, pin_memory=sample.device.type == "cuda")
         for row, generator in zip(noise, generators, strict=True):

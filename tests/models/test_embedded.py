@@ -341,7 +341,7 @@ def test_defaults_have_the_agreed_keys():
 def test_checkpoint_draws_what_it_is_asked_with_its_defaults(pipeline):
     defaults = read_defaults(CHECKPOINT_PATH)
     verdicts = [v for vs in evaluate(pipeline, ALL_PROMPTS[::2], **defaults).values() for v in vs]
-    # MEASURED
+    # Measured: 0.978 and 0.933.
     assert Score.of(verdicts).reward > 0.88
     assert Score.of(verdicts).strict > 0.75
 
@@ -349,7 +349,9 @@ def test_checkpoint_draws_what_it_is_asked_with_its_defaults(pipeline):
 def test_checkpoint_leaves_room_without_guidance(pipeline):
     arguments = read_defaults(CHECKPOINT_PATH) | {"guidance_scale": 1.0}
     verdicts = [v for vs in evaluate(pipeline, ALL_PROMPTS[::2], **arguments).values() for v in vs]
-    assert 0.45 < Score.of(verdicts).reward < 0.75
+    # Measured: 0.706 and 0.383.
+    assert 0.55 < Score.of(verdicts).reward < 0.82
+    assert Score.of(verdicts).strict < 0.6
 
 
 def test_generation_is_reproducible(pipeline):

@@ -799,11 +799,13 @@ def test_rollouts_at_the_same_time_do_not_share_state(load_pipeline: LoadPipelin
 
     running = [greenlet(one) for _ in settings]
     switches = 0
-    while any(not task.dead for task in running):
-        for index, task in enumerate(running):
-            if not task.dead:
-                task.switch(index)
-                switches += 1
+    # The pipelines' own no_grad blocks are left in another order than they were entered: keep that to this block.
+    with torch.no_grad():
+        while any(not task.dead for task in running):
+            for index, task in enumerate(running):
+                if not task.dead:
+                    task.switch(index)
+                    switches += 1
     assert switches == sum(len(made.records) + 1 for made in alone)
     for index, expected in enumerate(alone):
         assert_same_records(results[index].records, expected.records)
@@ -915,7 +917,7 @@ def test_replayed_steps_are_increasing_and_in_range(steps: tuple[int, ...]) -> N
 def test_step_refuses_options_that_it_cannot_honour(
     prepare: Callable[..., None], options: dict[str, Any], name: str
 ) -> None:
-    scheduler, x = Scheduler(), normal(2, 16, 4, 4)
+    scheduler, x = Scheduler(), torch.zeros(2, 16, 4, 4)  # what the stored latents of the replay are
     prepare(scheduler)
     scheduler.set_timesteps(STEPS)
     with pytest.raises(RolloutArgsError, match=f"^step: a rollout cannot honour {name}"):
@@ -926,6 +928,39 @@ def test_step_refuses_options_that_it_cannot_honour(
     # Nothing was consumed: the step can still be made, with the generator that pipelines pass along.
     scheduler.step(x, scheduler.timesteps[0], x, generator=torch.Generator(), per_token_timesteps=None)
     assert [record.step_index for record in scheduler.rollout_records] == [0]
+
+
+def test_a_replay_that_does_not_start_from_its_latents_is_refused() -> None:
+    """A pipeline that draws an x_0 of its own would be scored from other latents than the denoiser saw."""
+    scheduler, x = Scheduler(), normal(2, 16, 4, 4)
+    prepare_replay(scheduler)
+    scheduler.set_timesteps(STEPS)
+    with pytest.raises(RolloutArgsError, match=r"^latents: the pipeline does not start from x_0; use clone_pipeline"):
+        scheduler.step(x, scheduler.timesteps[0], x)
+
+
+def test_no_step_after_the_last_one() -> None:
+    scheduler, x = Scheduler(), torch.zeros(2, 16, 4, 4)
+    prepare_replay(scheduler, steps=(0,))
+    scheduler.set_timesteps(STEPS)
+    scheduler.step(x, scheduler.timesteps[0], x)
+    with pytest.raises(RuntimeError, match="call prepare_rollout again"):
+        scheduler.step(x, scheduler.timesteps[0], x)
+
+
+def test_records_do_not_share_memory_with_what_the_pipeline_holds() -> None:
+    """A pipeline that writes into its latents must not change what was recorded."""
+    scheduler, x = Scheduler(), normal(2, 16, 4, 4)
+    prepare_rollout(scheduler)
+    scheduler.set_timesteps(STEPS)
+    expected = x.clone()
+    (carried,) = scheduler.step(0.3 * x, scheduler.timesteps[0], x, return_dict=False)
+    record = scheduler.rollout_records[0]
+    kept = record.next_sample.clone()
+    x.zero_()
+    carried.zero_()
+    assert torch.equal(record.sample, expected)
+    assert torch.equal(record.next_sample, kept)
 
 
 def test_no_schedule_before_set_timesteps() -> None:

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class PolicyServiceStub:
     """Manages policy versions. A version is an increasing integer that names one set of denoiser weights; 0 is the base
-    checkpoint and always exists. Version files are immutable.
+    checkpoint and always exists. Version files are immutable. A server without a policy store, which serves version 0
+    only, answers UNIMPLEMENTED to all of these.
     """
 
     def __init__(self, channel):
@@ -65,7 +66,8 @@ class PolicyServiceStub:
 
 class PolicyServiceServicer:
     """Manages policy versions. A version is an increasing integer that names one set of denoiser weights; 0 is the base
-    checkpoint and always exists. Version files are immutable.
+    checkpoint and always exists. Version files are immutable. A server without a policy store, which serves version 0
+    only, answers UNIMPLEMENTED to all of these.
     """
 
     def UploadPolicy(self, request_iterator, context):
@@ -151,7 +153,8 @@ def add_PolicyServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PolicyService:
     """Manages policy versions. A version is an increasing integer that names one set of denoiser weights; 0 is the base
-    checkpoint and always exists. Version files are immutable.
+    checkpoint and always exists. Version files are immutable. A server without a policy store, which serves version 0
+    only, answers UNIMPLEMENTED to all of these.
     """
 
     @staticmethod

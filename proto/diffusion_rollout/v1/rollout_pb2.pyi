@@ -468,7 +468,7 @@ class GenerationDefaults(_message.Message):
     def __init__(self, num_steps: _Optional[int] = ..., pipeline: _Optional[_Union[PipelineSettings, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_prompts", "max_prompt_bytes", "max_samples", "max_steps", "max_pixels", "max_frames", "max_request_bytes", "min_event_bytes", "default_event_bytes", "max_event_bytes", "max_running_samples", "max_queued_samples", "max_batch_rows")
+    __slots__ = ("max_prompts", "max_prompt_bytes", "max_samples", "max_steps", "max_pixels", "max_frames", "max_request_bytes", "min_event_bytes", "default_event_bytes", "max_event_bytes", "max_running_samples", "max_queued_samples", "max_batch_rows", "max_argument_value")
     MAX_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +482,7 @@ class Limits(_message.Message):
     MAX_RUNNING_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ARGUMENT_VALUE_FIELD_NUMBER: _ClassVar[int]
     max_prompts: int
     max_prompt_bytes: int
     max_samples: int
@@ -495,7 +496,8 @@ class Limits(_message.Message):
     max_running_samples: int
     max_queued_samples: int
     max_batch_rows: int
-    def __init__(self, max_prompts: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_steps: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_frames: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., min_event_bytes: _Optional[int] = ..., default_event_bytes: _Optional[int] = ..., max_event_bytes: _Optional[int] = ..., max_running_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., max_batch_rows: _Optional[int] = ...) -> None: ...
+    max_argument_value: int
+    def __init__(self, max_prompts: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_steps: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_frames: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., min_event_bytes: _Optional[int] = ..., default_event_bytes: _Optional[int] = ..., max_event_bytes: _Optional[int] = ..., max_running_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., max_batch_rows: _Optional[int] = ..., max_argument_value: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

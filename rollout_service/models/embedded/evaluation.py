@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import StableDiffusion3Pipeline
 from numpy.typing import NDArray
 
 from rollout_service.models.embedded.checker import Verdict, check_batch
@@ -49,7 +48,7 @@ def read_defaults(directory: Path) -> dict[str, Any]:
 
 
 def generate(
-    pipeline: StableDiffusion3Pipeline,
+    pipeline: Callable[..., Any],
     prompts: Sequence[str],
     *,
     noises_per_prompt: int = 1,
@@ -69,7 +68,7 @@ def generate(
 
 
 def evaluate(
-    pipeline: StableDiffusion3Pipeline, prompts: Sequence[str], *, noises_per_prompt: int = 1, **arguments: Any
+    pipeline: Callable[..., Any], prompts: Sequence[str], *, noises_per_prompt: int = 1, **arguments: Any
 ) -> dict[str, list[Verdict]]:
     """The verdicts for each prompt, over the same noises."""
     images = generate(pipeline, prompts, noises_per_prompt=noises_per_prompt, **arguments)

@@ -51,11 +51,12 @@ class Muon(torch.optim.Optimizer):
             for shape, parameters in by_shape.items():
                 updates = []
                 for parameter in parameters:
-                    state = self.state[parameter]
+                    gradient, state = parameter.grad, self.state[parameter]
+                    assert gradient is not None
                     if not state:
                         state["momentum"] = torch.zeros_like(parameter)
-                    state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-                    updates.append(parameter.grad.lerp(state["momentum"], group["momentum"]))
+                    state["momentum"].lerp_(gradient, 1 - group["momentum"])
+                    updates.append(gradient.lerp(state["momentum"], group["momentum"]))
                 step_size = group["lr"] * 0.2 * max(shape) ** 0.5  # the root mean square of an AdamW update
                 for parameter, update in zip(parameters, orthogonalise(torch.stack(updates)), strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-step_size)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ DEFAULTS: Final = {
 class Settings:
     """How to train. The run lasts ``steps`` optimizer steps if given, else ``minutes``."""
 
-    minutes: float = 22.0
+    minutes: float = 25.0
     steps: int | None = None
     processes: int = 2
     batch_size: int = 64  # of each process
@@ -89,8 +89,8 @@ def flow_matching_loss(
     # The pipeline's own encoding, so that training sees exactly what inference does, the empty prompt included.
     prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
         prompt=captions,
-        prompt_2=None,
-        prompt_3=None,
+        prompt_2=captions,
+        prompt_3=captions,
         device=latents.device,
         do_classifier_free_guidance=False,
         max_sequence_length=T5_LENGTH,
@@ -199,7 +199,7 @@ def save(pipeline: StableDiffusion3Pipeline, directory: Path) -> None:
 
 def evaluation_table(directory: Path, noises_per_prompt: int) -> Table:
     """Score the saved pipeline on all prompts and on those held out, without and with guidance."""
-    pipeline = DiffusionPipeline.from_pretrained(directory)
+    pipeline: Any = DiffusionPipeline.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)
     table = Table("guidance", "prompts", "reward", "strict", "colour", "shape", "position")
     for guidance_scale in (1.0, 2.0, 4.0):

@@ -5,6 +5,7 @@ Everything here is a pure function of its arguments; randomness comes in as a ``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
@@ -29,7 +30,7 @@ COLOURS: Final = MappingProxyType(
     }
 )
 # Grey level of each ground.
-GROUNDS: Final = MappingProxyType({"light": 235, "dark": 25})
+GROUNDS: Final[Mapping[Ground, int]] = MappingProxyType({"light": 235, "dark": 25})
 
 # Width of each of the eight rows of a shape, centred. Rows of even width, so that shapes are symmetric.
 _ROW_WIDTHS: Final = {
