@@ -53,7 +53,7 @@ IMAGE_FACTS = PipelineFacts(
         "prompt_2": ["str"],
         "clip_skip": ["int"],
         "max_sequence_length": ["int"],
-        "skip_layer_guidance_scale": ["float"],
+        "mu": ["float"],
     },
     has_negative_prompt=True,
     has_guidance_scale=True,

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ def test_the_base_policy_is_available(client: RolloutClient, kind: str) -> None:
 def test_queue_full(narrow_stub: Any, client: RolloutClient) -> None:
     message = request(**LONG)
     with open_stream(narrow_stub, message), open_stream(narrow_stub, message):
-        # Nobody reads: the first parks its 16 samples, the second waits behind it with as many as may.
-        wait_until_parked(client, 16)
-        assert (client.status().running_samples, client.status().queued_samples) == (16, 16)
+        # Nobody reads, so both park their 16 samples: as many as may run and wait.
+        wait_until_parked(client, 32)
+        assert (client.status().running_samples, client.status().queued_samples) == (32, 0)
         error = refused(narrow_stub, request())
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert (error.domain, error.field) == (DOMAIN, "")
@@ -215,14 +216,24 @@ def test_a_client_that_goes_away_cancels_its_rollout(service: RunningServer, cli
 
 
 def test_a_rollout_that_is_cancelled_while_it_waits_never_runs(narrow_stub: Any, client: RolloutClient) -> None:
-    with open_stream(narrow_stub, request(**LONG)):
-        wait_until_parked(client, 16)
-        before = client.status().pipeline_calls
+    before = client.status().pipeline_calls
+    with ThreadPoolExecutor(1) as pool:
+        unparked = LONG | {"output": "latents_selection: LATENTS_SELECTION_NONE"}
+        running = pool.submit(client.send(request(**unparked), timeout=60).collect)
+        wait_until(lambda: client.status().running_samples == 16)
         with open_stream(narrow_stub, request(**LONG)):
             wait_until(lambda: client.status().queued_samples == 16)
-        wait_until(lambda: client.status().queued_samples == 0)
-        assert client.status().pipeline_calls == before
+        assert not running.result().errors
     assert_serves(client)
+    assert client.status().pipeline_calls == before + 50 + 4
+
+
+def test_a_reader_that_has_stopped_keeps_nobody_from_starting(narrow_stub: Any, client: RolloutClient) -> None:
+    """Its samples fill all places of running ones, but a parked sample holds none."""
+    with open_stream(narrow_stub, request(**LONG)):
+        wait_until_parked(client, 16)
+        assert not client.send(request(prompts=("seed_range { count: 16 }",)), timeout=60).collect().errors
+        assert client.status().parked_samples == 16
 
 
 async def test_errors_of_the_async_client(service: RunningServer) -> None:
@@ -347,7 +358,7 @@ def test_what_is_valid_but_extreme_runs(client: RolloutClient, fields: dict[str,
     assert finite_trajectory(client.send(request(**fields), timeout=30).collect())
 
 
-BAD_ARGUMENTS = ["max_sequence_length: 100000", "max_sequence_length: -1", "clip_skip: 100", f"clip_skip: {1 << 62}"]
+BAD_ARGUMENTS = ["max_sequence_length: 4000", "max_sequence_length: -1", "clip_skip: 100", "clip_skip: 4096"]
 
 
 def bad_argument(text: str) -> str:
@@ -377,7 +388,7 @@ def test_pipeline_error(stub: Any, client: RolloutClient, argument: str) -> None
 def test_pipeline_error_says_what_the_pipeline_said(stub: Any) -> None:
     events = list(stub.GenerateRollout(request(pipeline=bad_argument(BAD_ARGUMENTS[0])), timeout=60))
     (end,) = (event.sample_finished for event in events if event.HasField("sample_finished"))
-    assert "`max_sequence_length` cannot be greater than 512 but is 100000" in end.error.message
+    assert "`max_sequence_length` cannot be greater than 512 but is 4000" in end.error.message
 
 
 def test_start_latents_of_another_shape_are_a_fault_of_the_request(stub: Any, client: RolloutClient) -> None:
@@ -470,8 +481,8 @@ def test_engine_restarted(fragile: RunningServer) -> None:
             wait_until(lambda: watch.states == [SERVING])
             with open_stream(stub, request(**LONG)) as parked:
                 wait_until_parked(client, 16)
-                waiting = client.send(request(), timeout=60)
-                wait_until(lambda: client.status().queued_samples == 1)
+                waiting = client.send(request(**LONG), timeout=60)
+                wait_until(lambda: client.status().open_streams == 2)
                 pid = fragile.server.engine.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)

@@ -338,7 +338,7 @@ def an_argument_of_another_kind(draw: Draw, message: Request) -> None:
         case 3:
             arguments["prompt_2"].int_value = draw(st.integers(0, 5))
         case 4:
-            arguments["skip_layer_guidance_scale"].double_value = draw(NOT_FINITE)
+            arguments["mu"].double_value = draw(NOT_FINITE)
         case _:
             arguments[draw(st.sampled_from(sorted(IMAGE_FACTS.arguments)))].ClearField("kind")
 

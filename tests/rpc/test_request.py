@@ -199,7 +199,7 @@ PIPELINE_CASES: list[tuple[PipelineFacts, str, dict[str, Any]]] = [
     (VIDEO_FACTS, "num_frames: 33", {"num_frames": 33}),
     (VIDEO_FACTS, "num_frames: 1", {"num_frames": 1}),
     (VIDEO_FACTS, 'arguments { key: "flag" value { bool_value: false } }', {"flag": False}),
-    (VIDEO_FACTS, 'arguments { key: "number" value { int_value: 9223372036854775807 } }', {"number": (1 << 63) - 1}),
+    (VIDEO_FACTS, 'arguments { key: "number" value { int_value: -4096 } }', {"number": -4096}),
     (VIDEO_FACTS, 'arguments { key: "ratio" value { double_value: 0.1 } }', {"ratio": 0.1}),
     (VIDEO_FACTS, 'arguments { key: "ratio" value { int_value: 2 } }', {"ratio": 2.0}),
     (VIDEO_FACTS, 'arguments { key: "text" value { string_value: "ü" } }', {"text": "ü"}),
