@@ -25,7 +25,7 @@ from rollout_service.models.embedded import CHECKPOINT_PATH
 from rollout_service.models.embedded.checker import Verdict, check_batch
 from trainer_client import Accepted, RolloutClient, Step, Trajectory
 from trainer_client.trajectory import TrajectoryBuilder
-from trainer_client.verify import compare
+from trainer_client.verify import compare, load_policy
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -49,8 +49,7 @@ def main() -> int:
         trajectory, first_step, seconds = stream(client)
         status = client.status()
     trajectory.save(OUT / "trajectory.safetensors")
-    pipe = DiffusionPipeline.from_pretrained(CHECKPOINT_PATH, torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_policy(CHECKPOINT_PATH, torch.float32)
     report = compare(pipe, trajectory)
     images = np.stack([np.asarray(image) for image in trajectory.images()])
     verdicts = check_batch(images, list(trajectory.prompts))

@@ -261,9 +261,7 @@ def verify(
     tolerance: Annotated[float, typer.Option(help="largest |ratio - 1| that passes")] = 1e-6,
 ) -> None:
     """Ask a server for a rollout, replay it in this process with the same checkpoint, and show what differs."""
-    from diffusers import DiffusionPipeline
-
-    from .verify import compare
+    from .verify import compare, load_policy
 
     path = model
     if model == "embedded":
@@ -281,7 +279,7 @@ def verify(
             debug=["mean"],
         ).collect(progress=True)
     try:
-        pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=_dtype(_dtype_name(facts.model_dtype))).to(device)
+        pipe = load_policy(path, _dtype(_dtype_name(facts.model_dtype)), device)
     except (OSError, ValueError) as error:
         _fail(f"--model: {path}: {str(error).splitlines()[0]}")
     if type(pipe).__name__ != facts.pipeline_class:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 from .replay import replay
 from .trajectory import Trajectory
@@ -39,6 +43,22 @@ class MismatchReport:
         """The largest value of a field over all steps (0.0 where no step has it)."""
         values = [value for step in self.steps if (value := getattr(step, name)) is not None]
         return max(values, key=_nan_last, default=0.0)
+
+
+def load_policy(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> DiffusionPipeline:
+    """Load a pipeline to replay with, without the libraries' progress bars and notices.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded.
+    """
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
+        pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
 
 
 def compare(pipe: DiffusionPipeline, trajectory: Trajectory) -> MismatchReport:

@@ -122,7 +122,7 @@ def _run(calls: Sequence[DenoiserCall], rule: MergeRule | None, max_rows: int, p
             for name, value in merged.items()
         }
         chunks.append([part[:size] for part in first.module(**chunk)])
-    outputs = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*chunks, strict=True)]
+    outputs = [torch.cat(parts) for parts in zip(*chunks, strict=True)] if len(chunks) > 1 else chunks[0]
     sizes = [call.rows for call in calls]
     return list(zip(*(output.split(sizes) for output in outputs), strict=True)), len(chunks)
 

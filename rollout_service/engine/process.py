@@ -14,6 +14,7 @@ import threading
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 from rollout_service.models.loading import ModelError, load_pipeline, pipeline_facts
 from rollout_service.scheduler.pipeline import denoisers
@@ -32,8 +33,9 @@ def main(descriptor: int) -> int:
     if configure is None:
         return 0
     fields = configure.fields
-    diffusers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
     if fields["threads"]:
         torch.set_num_threads(fields["threads"])
     if fields["device"].startswith("cuda"):
