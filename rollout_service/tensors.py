@@ -26,6 +26,8 @@ DATA_TYPES: dict[torch.dtype, Any] = {dtype: number for number, dtype in TORCH_D
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The row-major little-endian bytes of a CPU tensor: a view of its memory where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # an expanded single element counts as contiguous, with stride 0
     view: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(view)
 

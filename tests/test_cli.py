@@ -8,8 +8,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.serving import ROLLOUT_COMMAND, ServeProcess
 from trainer_client import RolloutClient, Trajectory, UnavailableError
@@ -153,7 +155,10 @@ def test_sigterm_lets_running_rollouts_end_and_leaves_no_process() -> None:
     try:
         engine = psutil.Process(served.process.pid).children(recursive=True)
         assert engine
-        with RolloutClient(served.target) as client:
+        with RolloutClient(served.target) as client, grpc.insecure_channel(served.target) as channel:
+            # Watches of health never end by themselves: a drain must not wait for them.
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
             stream = iter(client.generate(PROMPT, num_steps=200))
             for _ in range(5):
                 next(stream)
@@ -162,7 +167,7 @@ def test_sigterm_lets_running_rollouts_end_and_leaves_no_process() -> None:
             assert type(events[-1]).__name__ == "Finished"
             with pytest.raises(UnavailableError):
                 client.generate(PROMPT, timeout=5).collect()
-        assert served.process.wait(timeout=30) == 0
+            assert served.process.wait(timeout=15) == 0
         psutil.wait_procs(engine, timeout=10)
         assert not any(process.is_running() for process in engine)
     finally:

@@ -164,3 +164,12 @@ def test_a_part_is_refused() -> None:
 def test_a_dtype_without_a_data_type_cannot_be_sent(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="cannot be sent"):
         to_message(torch.zeros(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", list(DATA_TYPES), ids=str)
+def test_an_expanded_single_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Its stride is 0 though torch calls it contiguous."""
+    tensor = torch.ones(1, dtype=dtype)[0].expand(shape)
+    assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.ones(1, dtype=dtype)))
+    assert torch.equal(from_message(to_message(tensor)), tensor)

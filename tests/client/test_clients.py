@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from trainer_client import (
     build_request,
     replay,
 )
+from trainer_client.verify import MismatchReport, StepMismatch
 
 PROMPT = "red circle top left"
 
@@ -147,3 +149,23 @@ def test_the_policy_differs_and_so_does_the_ratio(server_pool: ServerPool, load_
         for step in replay(pipe, trajectory, grad=False)
     ]
     assert min(differences) > 0
+
+
+def test_the_mismatch_report_does_not_lose_a_nan() -> None:
+    """max() of Python forgets it, depending on the order."""
+    steps = tuple(StepMismatch(k, 0.5, v, v, None, None) for k, v in enumerate((1e-8, float("nan"), 2e-8)))
+    assert math.isnan(MismatchReport(steps, 1).worst("ratio"))
+    assert MismatchReport(steps[:1], 1).worst("ratio") == 1e-8
+    assert MismatchReport((), 0).worst("latents") == 0.0
+
+
+@pytest.mark.slow
+def test_shared_tensors_are_no_conditioning_of_one_sample(server_pool: ServerPool) -> None:
+    """As many text tokens as samples: the ids of FLUX look like a batch, and are none."""
+    with RolloutClient(server_pool("flux").target) as client:
+        trajectory = client.generate(
+            PROMPT, samples_per_prompt=8, conditioning=True, arguments={"max_sequence_length": 8}
+        ).collect()
+    entries = {entry.name: entry for entry in trajectory.conditioning[0]}
+    assert (entries["txt_ids"].batched, list(entries["txt_ids"].value.shape)) == (False, [8, 3])
+    assert (entries["encoder_hidden_states"].batched, len(entries["encoder_hidden_states"].value)) == (True, 1)

@@ -161,6 +161,20 @@ def test_a_denoiser_that_mixes_rows_is_found_out(
     assert "differ" in reasons["transformer"]
 
 
+def test_calls_without_a_batch_of_latents_have_rows_too() -> None:
+    """Z-Image passes a list of latents, and no argument of the usual name."""
+    module = nn.Identity()
+    assert DenoiserCall("transformer", module, {"x": [torch.ones(3)] * 4, "t": torch.ones(4)}).rows == 4
+    assert DenoiserCall("transformer", module, {"t": torch.ones(2)}).rows == 2
+    assert DenoiserCall("transformer", module, {"flag": True}).rows == 1
+
+
+def test_prompt_cache_keeps_nothing_whose_size_it_does_not_know() -> None:
+    cache = PromptCache(100)
+    cached = cache.wrap(lambda prompt: {"embeds": torch.ones(1000)})
+    assert cached("a") is not cached("a")
+
+
 def test_prompt_cache_remembers_within_its_bound() -> None:
     made: list[str] = []
 

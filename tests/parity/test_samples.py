@@ -269,3 +269,30 @@ def test_dropping_a_stream_frees_the_engine_at_the_next_step(server_pool: Server
         calls = status.denoiser_calls
         threading.Event().wait(0.2)
         assert client.status().denoiser_calls == calls
+
+
+CONDITIONING = {
+    "sd3": [{"encoder_hidden_states": 2, "pooled_projections": 2}],
+    "flux": [{"encoder_hidden_states": 1, "pooled_projections": 1, "guidance": 1, "txt_ids": None, "img_ids": None}],
+    "qwen_image": [{"encoder_hidden_states": 1}] * 2,
+    "wan": [{"encoder_hidden_states": 1}] * 2,
+}
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_conditioning_is_one_samples_rows_of_each_denoiser_call(
+    family: str, samples: int, server_pool: ServerPool
+) -> None:
+    """By denoiser call of a step: the batched arguments with their rows, and the shared ones (None)."""
+    with RolloutClient(server_pool(family).target) as client:
+        trajectory = client.generate(
+            PROMPT, samples_per_prompt=samples, conditioning=True, num_steps=2, **negative(family)
+        ).collect()
+    calls: dict[int, dict[str, int | None]] = {}
+    for entry in trajectory.conditioning[0]:
+        if isinstance(entry.value, torch.Tensor):
+            rows = len(entry.value) if entry.batched else None
+            assert rows in (None, entry.rows_per_sample)
+            calls.setdefault(entry.call_index, {})[entry.name] = rows
+    assert [calls[index] for index in sorted(calls)] == CONDITIONING[family]

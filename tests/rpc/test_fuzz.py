@@ -546,7 +546,8 @@ def test_a_server_outlives_any_bytes(channel: grpc.Channel, client: RolloutClien
 
     check()
     assert codes - {grpc.StatusCode.OK}
-    assert grpc.StatusCode.UNAVAILABLE not in codes
-    assert grpc.StatusCode.DEADLINE_EXCEEDED not in codes
+    # Never INTERNAL or UNKNOWN, which would mean a bug.
+    allowed = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}
+    assert codes <= allowed
     assert client.status().engine_restarts == 0
     assert_serves(client)
