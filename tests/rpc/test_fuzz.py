@@ -505,10 +505,11 @@ def test_the_server_has_the_arguments_that_the_mutations_know(service: RunningSe
     assert facts.default_arguments == IMAGE_FACTS.default_arguments
 
 
-def test_a_server_refuses_invalid_requests_and_goes_on(stub: Any, client: RolloutClient) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_server_refuses_invalid_requests_and_goes_on(count: int, stub: Any, client: RolloutClient) -> None:
     before = client.status()
 
-    @settings(max_examples=200, **FIXED)
+    @settings(max_examples=count, **FIXED)
     @given(invalid_requests())
     def check(message: Request) -> None:
         assert_refusal(message, refused(stub, message))
