@@ -18,6 +18,8 @@ from trainer_client import RolloutClient, Trajectory, UnavailableError
 
 PROMPT = "red circle top left"
 
+pytestmark = pytest.mark.slow  # each command imports torch and diffusers anew
+
 
 def rollout(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}

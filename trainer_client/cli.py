@@ -114,6 +114,7 @@ def generate(
     ),
     samples_per_prompt: Annotated[int, typer.Option(min=1, help="samples of each prompt")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="seed of the first sample; the others follow")] = 0,
+    initial_noise_seed: Annotated[int | None, typer.Option(min=0, help="seed of an x_0 that all samples share")] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="default: the pipeline's")] = None,
     dynamics: Annotated[str, typer.Option(help="ode, sde, dance or cps")] = "sde",
     noise_level: Annotated[float | None, typer.Option(help="eta; default 0.7, none for ode")] = None,
@@ -150,6 +151,7 @@ def generate(
     settings: dict[str, Any] = {
         "samples_per_prompt": samples_per_prompt,
         "seed": seed,
+        "initial_noise_seed": initial_noise_seed,
         "negative_prompt": negative_prompt,
         "dynamics": dynamics,
         "noise_level": noise_level,

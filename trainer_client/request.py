@@ -61,6 +61,7 @@ def build_request(
     *,
     samples_per_prompt: int = 1,
     seed: int = 0,
+    initial_noise_seed: int | None = None,
     negative_prompt: str | None = None,
     dynamics: str = "sde",
     noise_level: float | None = None,
@@ -90,6 +91,7 @@ def build_request(
         prompts: texts, or :class:`Prompt` objects with samples of their own.
         samples_per_prompt: samples of each prompt given as text.
         seed: seed of the first sample of the first such prompt; the next ones follow consecutively, over all prompts.
+        initial_noise_seed: seed of the x_0 that all samples of prompts given as text share; None: each has its own.
         negative_prompt: of each prompt given as text.
         dynamics: ``ode``, ``sde``, ``dance`` or ``cps``.
         noise_level: eta; None is 0.7 for the stochastic dynamics.
@@ -114,7 +116,11 @@ def build_request(
     """
     request = pb.GenerateRolloutRequest()
     try:
-        _add_prompts(request, prompts, samples_per_prompt, seed, negative_prompt)
+        if initial_noise_seed is None:
+            _add_prompts(request, prompts, samples_per_prompt, seed, negative_prompt)
+        else:
+            shared = _with_shared_noise(prompts, samples_per_prompt, seed, initial_noise_seed, negative_prompt)
+            _add_prompts(request, shared, samples_per_prompt, seed, negative_prompt)
         sampling = request.sampling
         sampling.dynamics = _enum(pb.Dynamics, "DYNAMICS", dynamics, "dynamics")
         if noise_level is None and dynamics != "ode":
@@ -161,6 +167,21 @@ def _add_prompts(
             if sample.start is not None:
                 entry.start_state.step_index = sample.start.step_index
                 entry.start_state.latents.CopyFrom(to_message(sample.start.latents.cpu()))
+
+
+def _with_shared_noise(
+    prompts: str | Sequence[str | Prompt], count: int, seed: int, initial_noise_seed: int, negative_prompt: str | None
+) -> list[str | Prompt]:
+    """The prompts given as text with explicit samples that share their x_0."""
+    shared: list[str | Prompt] = []
+    for prompt in [prompts] if isinstance(prompts, str) else prompts:
+        if isinstance(prompt, str):
+            samples = tuple(Sample(seed + i, initial_noise_seed) for i in range(count))
+            seed += count
+            shared.append(Prompt(prompt, samples, negative_prompt))
+        else:
+            shared.append(prompt)
+    return shared
 
 
 def _add_output(

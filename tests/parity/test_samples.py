@@ -58,8 +58,11 @@ def test_initial_noise_seed_shares_x0_only(server_pool: ServerPool) -> None:
     samples = tuple(Sample(seed, initial_noise_seed=7) for seed in (1, 2, 7))
     with RolloutClient(server_pool(FAST_FAMILY).target) as client:
         shared = client.generate([Prompt(PROMPT, samples)]).collect()
+        short = client.generate(PROMPT, samples_per_prompt=2, seed=1, initial_noise_seed=7).collect()
         own = client.generate(PROMPT, seed=7).collect()
     assert torch.equal(shared.latents_at(0), own.latents_at(0).expand(3, -1, -1, -1))
+    assert short.seeds == (1, 2)
+    assert torch.allclose(short.latents, shared.latents[:2], atol=1e-5)
     for k in range(1, 5):
         rows = shared.latents_at(k)
         assert not torch.allclose(rows[0], rows[1], atol=1e-2)
