@@ -10,11 +10,19 @@ import grpc
 from diffusion_rollout.v1 import rollout_pb2 as pb
 from diffusion_rollout.v1 import rollout_pb2_grpc
 
-from .errors import CancelledError, from_rpc_error
+from .errors import CancelledError, RolloutError, UnavailableError, from_rpc_error
 from .events import Event, EventDecoder
 from .progress import RolloutProgressBar
 from .request import Prompt, build_request
 from .trajectory import Trajectory, TrajectoryBuilder
+
+
+def _stream_error(error: grpc.RpcError, cancelled: bool) -> RolloutError:
+    """The typed error of a stream. CANCELLED that this end did not ask for is a server that has gone away."""
+    typed = from_rpc_error(error)
+    if isinstance(typed, CancelledError) and not cancelled:
+        return UnavailableError("the server ended the stream, perhaps because it shuts down")
+    return typed
 
 
 class RolloutStream:
@@ -27,6 +35,7 @@ class RolloutStream:
         self.request = request
         self._call = call
         self._decoder = EventDecoder(request)
+        self._cancelled = False
 
     def __iter__(self) -> Iterator[Event]:
         """Events in order.
@@ -39,7 +48,7 @@ class RolloutStream:
                 yield from self._decoder.feed(response)
             self._decoder.end()
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _stream_error(error, self._cancelled) from error
         finally:
             self.cancel()
 
@@ -61,6 +70,7 @@ class RolloutStream:
 
     def cancel(self) -> None:
         """Stop the rollout at its next step; nothing if it has ended."""
+        self._cancelled = True
         self._call.cancel()
 
     def __enter__(self) -> RolloutStream:
@@ -87,7 +97,7 @@ class AsyncRolloutStream:
                     yield event
             self._decoder.end()
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _stream_error(error, self._cancelled) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also where it was this stream that was cancelled, and not the task that reads it.
             task = asyncio.current_task()
