@@ -21,6 +21,7 @@ def embedded_server() -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_examples_run(embedded_server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 2

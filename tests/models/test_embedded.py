@@ -364,6 +364,7 @@ def test_generation_is_reproducible(pipeline):
 # --- the training script
 
 
+@pytest.mark.slow
 def test_pretraining_script_saves_a_pipeline_that_loads(tmp_path):
     out = tmp_path / "checkpoint"
     arguments = ["--out", str(out), "--steps", "3", "--images", "64", "--processes", "1", "--evaluation-noises", "0"]

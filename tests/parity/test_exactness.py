@@ -54,7 +54,7 @@ def test_ode_is_the_plain_pipeline_bit_for_bit(family: str, server_pool: ServerP
     assert trajectory.log_probs.shape == (2, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_ode_is_the_plain_pipeline_in_half_precision(
     dtype: torch.dtype, server_pool: ServerPool, load_family: Any
 ) -> None:

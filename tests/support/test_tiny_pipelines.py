@@ -20,6 +20,8 @@ from tests.support.tiny_pipelines import (
     save_pipeline,
 )
 
+pytestmark = pytest.mark.slow  # the builders are exercised by all other tests
+
 PROMPT = "a red fox jumps over the fence"
 VARIANTS: dict[str, tuple[str, Callable[[], DiffusionPipeline]]] = {
     **{name: (name, family.build) for name, family in FAMILIES.items()},
