@@ -54,7 +54,8 @@ def test_ode_is_the_plain_pipeline_bit_for_bit(family: str, server_pool: ServerP
     assert trajectory.log_probs.shape == (2, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ode_is_the_plain_pipeline_in_half_precision(
     dtype: torch.dtype, server_pool: ServerPool, load_family: Any
 ) -> None:
@@ -90,7 +91,8 @@ def check_log_probs(trajectory: Trajectory, dynamics: str, noise_level: float, k
             assert reference.relative_error(received, expected) <= 1e-5, f"step {k}"
         else:
             rounded = mean.to(trajectory.latents.dtype)
-            assert reference.relative_error(trajectory.latents_at(k + 1), rounded) <= 1e-2
+            one_ulp = max(torch.finfo(rounded.dtype).eps, 1e-6)  # float64 may round to the neighbour
+            assert reference.relative_error(trajectory.latents_at(k + 1), rounded) <= one_ulp
     assert not trajectory.log_probs.isnan().any()
 
 
@@ -152,7 +154,12 @@ def test_replay_is_the_rollout_and_has_gradients(family: str, server_pool: Serve
 
 @pytest.mark.parametrize(
     ("model_dtype", "wire_dtype"),
-    [("bfloat16", torch.float32), ("float32", torch.bfloat16), ("float32", torch.float16), ("bfloat16", torch.float16)],
+    [
+        ("float32", torch.bfloat16),
+        ("float32", torch.float16),
+        pytest.param("bfloat16", torch.float32, marks=pytest.mark.slow),
+        pytest.param("bfloat16", torch.float16, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("dynamics", ["ode", "sde"])
 def test_wire_and_model_dtypes_that_differ(
