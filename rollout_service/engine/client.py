@@ -31,6 +31,10 @@ class EngineLostError(Exception):
     """The engine process ended while the rollout ran, or is not up."""
 
 
+class PolicyActivatedError(Exception):
+    """Another policy version was activated in a mode that ends rollouts in flight."""
+
+
 class DrainingError(Exception):
     """The server stops before the rollout has ended."""
 
@@ -55,6 +59,8 @@ class EngineSettings:
     batch_invariant: bool
     prompt_cache_bytes: int
     start_timeout_seconds: float
+    scratch: str
+    """A directory for what the engine has to put on disk."""
 
 
 @dataclass
@@ -63,6 +69,7 @@ class EngineStream:
 
     rollout_id: str
     num_samples: int
+    spec: RolloutSpec
     queue_position: int
     """Samples admitted before it that had not started."""
     _client: EngineClient
@@ -113,7 +120,7 @@ class EngineClient:
         self._channel: AsyncChannel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._streams: dict[str, EngineStream] = {}
-        self._status_requests: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._requests: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._request_ids = itertools.count()
         self._supervisor: asyncio.Task[None] | None = None
         self._stopping = False
@@ -182,7 +189,7 @@ class EngineClient:
         if len(spec.samples) > room:
             raise QueueFullError(f"{outstanding} samples are running or queued; {room} more are admitted now")
         position = sum(stream.num_samples for stream in self._streams.values() if not stream.started)
-        stream = EngineStream(spec.rollout_id, len(spec.samples), position, self)
+        stream = EngineStream(spec.rollout_id, len(spec.samples), spec, position, self)
         self._streams[spec.rollout_id] = stream
         fields = {"spec": spec.to_fields(), "start_samples": list(start_latents)}
         self.send("submit", fields, tuple(start_latents.values()))
@@ -194,26 +201,37 @@ class EngineClient:
         Raises:
             EngineLostError: the engine is not up, or busy with one forward for longer than 30 s.
         """
+        return await self.request("status", {}, STATUS_TIMEOUT_SECONDS)
+
+    async def request(self, kind: str, fields: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Send a command and wait for its answer.
+
+        Raises:
+            EngineLostError: the engine is not up, ends, or does not answer in time.
+        """
         if not self.ready:
             raise EngineLostError("the engine is being restarted")
         request = next(self._request_ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._status_requests[request] = future
-        self.send("status", {"request": request})
+        self._requests[request] = future
+        self.send(kind, {"request": request, **fields})
         try:
-            return await asyncio.wait_for(future, STATUS_TIMEOUT_SECONDS)
+            return await asyncio.wait_for(future, timeout)
         except TimeoutError as error:
             raise EngineLostError("the engine does not answer") from error
+        finally:
+            self._requests.pop(request, None)
 
     def send(self, kind: str, fields: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
         """Send one command; nothing if the engine is gone, which its streams learn from the supervisor."""
         if self._channel is not None:
             self._channel.send(kind, fields, tensors)
 
-    def end_streams(self, error: Exception) -> None:
-        """End all streams with an error, after the frames that have arrived."""
+    def end_streams(self, error: Exception, but_version: int | None = None) -> None:
+        """End all streams (but those of rollouts on one policy version) with an error, after the frames that have arrived."""
         for stream in self._streams.values():
-            stream._frames.put_nowait(error)
+            if but_version is None or stream.spec.policy_version != but_version:
+                stream._frames.put_nowait(error)
 
     # -- the process
 
@@ -242,6 +260,7 @@ class EngineClient:
             "dtype": settings.dtype,
             "device": settings.device,
             "threads": settings.threads,
+            "scratch": settings.scratch,
             "conductor": {
                 "max_batch_rows": settings.max_batch_rows,
                 "max_running_samples": settings.max_running_samples,
@@ -305,8 +324,8 @@ class EngineClient:
     async def _pump(self, channel: AsyncChannel) -> None:
         """Hand frames to their streams until the engine is gone."""
         while (frame := await channel.receive()) is not None:
-            if frame.kind == "status":
-                future = self._status_requests.pop(frame.fields["request"], None)
+            if frame.kind == "answer":
+                future = self._requests.get(frame.fields["request"])
                 if future is not None and not future.done():
                     future.set_result(frame.fields)
                 continue
@@ -325,7 +344,6 @@ class EngineClient:
         for stream in self._streams.values():
             stream.ended = True
         self._streams.clear()
-        for future in self._status_requests.values():
+        for future in self._requests.values():
             if not future.done():
                 future.set_exception(error)
-        self._status_requests.clear()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from rollout_service.models.merge_table import MergeRule
+from rollout_service.policy.content import LoraSettings, PolicyContent, PolicyContentError, read_content
+from rollout_service.policy.live import LivePolicies, PreparedLora, prepare_lora
 from rollout_service.scheduler import StepRecord
 from rollout_service.scheduler.pipeline import StartLatentsError
 
@@ -59,6 +63,8 @@ class _Rollout:
     waiting: deque[SessionSamples]
     running: list[Session] = field(default_factory=list)
     bytes_under_way: int = 0
+    version: int = 0
+    """What sessions that have not started will run."""
     failed_samples: set[int] = field(default_factory=set)
     conditioned_prompts: set[int] = field(default_factory=set)
 
@@ -69,6 +75,7 @@ class Conductor:
     Args:
         pipe: the pipeline.
         rules: the verified merge rule of each denoiser component; a component without one runs unmerged.
+        policies: the policy versions that are loaded.
         settings: how much runs at once.
         send: sends a frame to the frontend (on the outbox's thread).
     """
@@ -77,18 +84,23 @@ class Conductor:
         self,
         pipe: DiffusionPipeline,
         rules: dict[str, MergeRule],
+        policies: LivePolicies,
         settings: ConductorSettings,
         send: Callable[..., None],
     ) -> None:
-        self._pipe, self._rules, self._settings = pipe, rules, settings
-        self._commands: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._pipe, self._rules, self._policies, self._settings = pipe, rules, policies, settings
+        self._commands: queue.SimpleQueue[Frame | _Loaded | None] = queue.SimpleQueue()
+        # Files are read and checked, and weights copied to the device, beside the loop.
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="policy-loader")
+        self._current_version = 0
+        self._activations: list[_PendingAnswer] = []
         self._outbox = Outbox(send, self._tell_sample_failed)
         self._prompt_cache = PromptCache(settings.prompt_cache_bytes)
         self._rollouts: dict[str, _Rollout] = {}
         self._stopping = False
         self.counts = ForwardCounts()
 
-    def submit(self, frame: Frame | None) -> None:
+    def submit(self, frame: Frame | _Loaded | None) -> None:
         """Hand over a command (any thread); None stops the conductor."""
         self._commands.put(frame)
 
@@ -97,10 +109,12 @@ class Conductor:
         with torch.no_grad():
             while not self._stopping:
                 self._take_commands(wait=not self._runnable() and not self._can_start())
+                self._switch_versions()
                 self._start_sessions()
                 self._run_parked_calls()
             for rollout_id in list(self._rollouts):
                 self._cancel(rollout_id)
+        self._loader.shutdown(cancel_futures=True)
         self._outbox.close()
 
     # -- commands
@@ -115,6 +129,9 @@ class Conductor:
             if frame is None:
                 self._stopping = True
                 return
+            if isinstance(frame, _Loaded):
+                self._loaded(frame)
+                continue
             match frame.kind:
                 case "submit":
                     self._submit(frame)
@@ -126,7 +143,16 @@ class Conductor:
                 case "sample_failed":
                     self._sample_failed(frame.fields["rollout_id"], frame.fields["sample"])
                 case "status":
-                    self._outbox.put_frame("status", {"request": frame.fields["request"], **self._status()})
+                    self._answer(frame.fields["request"], **self._status())
+                case "policy_load":
+                    self._loader.submit(self._load, **frame.fields)
+                case "policy_unload":
+                    self._policies.remove(frame.fields["version"])
+                case "policy_activate":
+                    self._activate(**frame.fields)
+                case "policy_fingerprint":
+                    fields = frame.fields
+                    self._answer(fields["request"], fingerprint=self._policies.fingerprint(fields["version"]))
 
     def _submit(self, frame: Frame) -> None:
         spec = RolloutSpec.from_fields(frame.fields["spec"])
@@ -144,7 +170,8 @@ class Conductor:
             )
             for (prompt_index, start_step, given), indices in groups.items()
         )
-        self._rollouts[spec.rollout_id] = _Rollout(spec, RolloutProgress(spec, len(sessions)), sessions)
+        progress = RolloutProgress(spec, len(sessions))
+        self._rollouts[spec.rollout_id] = _Rollout(spec, progress, sessions, version=spec.policy_version)
 
     def _cancel(self, rollout_id: str) -> None:
         rollout = self._rollouts.pop(rollout_id, None)
@@ -177,11 +204,89 @@ class Conductor:
             "parked_samples": sum(
                 len(s.samples.sample_indices) for r, s in running if self._buffer_is_full(r, s.step_bytes)
             ),
-            "policy_version": 0,
+            "policy_version": self._current_version,
             "denoiser_calls": self.counts.forwards,
             "denoiser_rows": self.counts.rows,
             "pipeline_calls": self.counts.pipeline_calls,
         }
+
+    def _answer(self, request: int, **fields: Any) -> None:
+        self._outbox.put_frame("answer", {"request": request, **fields})
+
+    # -- policy versions
+
+    def _load(self, request: int, version: int, kind: str, path: str, lora: dict[str, Any] | None, keep: bool) -> None:
+        """Check a file and, if it is to be kept, prepare it; on the loader's thread."""
+        outcome: PolicyContent | PreparedLora | Exception
+        try:
+            settings = LoraSettings(**lora) if lora else None
+            content = read_content(Path(path), "lora" if kind == "lora" else "full", settings, self._policies.weights)
+            outcome = prepare_lora(content, self._policies.weights) if keep and kind == "lora" else content
+        except Exception as error:  # a file of the user's must not end the loader
+            outcome = error
+        self.submit(_Loaded(request, version, keep, outcome))
+
+    def _loaded(self, loaded: _Loaded) -> None:
+        outcome = loaded.outcome
+        if isinstance(outcome, PolicyContentError):
+            self._answer(loaded.request, problem=str(outcome), lists=outcome.lists)
+            return
+        if isinstance(outcome, Exception):
+            self._answer(loaded.request, problem=f"{type(outcome).__name__}: {outcome}", lists={})
+            return
+        content = outcome.content if isinstance(outcome, PreparedLora) else outcome
+        if loaded.keep and not self._policies.knows(loaded.version):
+            if isinstance(outcome, PreparedLora):
+                self._policies.add_lora(loaded.version, outcome)
+            else:
+                self._policies.add_full(loaded.version, outcome)
+        self._answer(
+            loaded.request,
+            bound_tensors=content.bound_tensors,
+            expected_tensors=content.expected_tensors,
+            fingerprint=self._policies.fingerprint(loaded.version) if loaded.keep else 0,
+        )
+
+    def _activate(self, request: int, version: int, mode: str) -> None:
+        """Make a version current; answered once its weights are in place, or wait for rollouts in flight."""
+        self._current_version = version
+        if mode == "next_step":
+            for rollout in self._rollouts.values():
+                if rollout.spec.policy_pinned:
+                    continue
+                rollout.version = version
+                for session in rollout.running:
+                    session.next_version = version if session.policy_version != version else None
+        self._activations.append(_PendingAnswer(request, version))
+
+    def _switch_versions(self) -> None:
+        """Switch sessions that are at a step boundary, and put full weights in place where nothing stands against it."""
+        self._swap_for_next_step()
+        for session in self._sessions():
+            if session.next_version is not None and session.calls_in_step == 0:
+                if self._policies.base_of(session.next_version) == self._policies.resident:
+                    session.policy_version, session.next_version = session.next_version, None
+        head = self._next_rollout()
+        if not self._sessions():
+            self._policies.make_resident(self._policies.base_of(head.version if head else self._current_version))
+        for pending in self._activations:
+            self._answer(pending.request, fingerprint=self._policies.fingerprint(pending.version))
+        self._activations.clear()
+
+    def _swap_for_next_step(self) -> None:
+        """Swap full weights under sessions that all switch, once all are at a step boundary."""
+        base = self._awaited_base()
+        if base is not None and all(session.calls_in_step == 0 for session in self._sessions()):
+            self._policies.make_resident(base)
+
+    def _awaited_base(self) -> int | None:
+        """The base that all running sessions switch to, if it is not resident; None also while one keeps to its own."""
+        bases = {None if s.next_version is None else self._policies.base_of(s.next_version) for s in self._sessions()}
+        base = bases.pop() if len(bases) == 1 else None
+        return base if base != self._policies.resident else None
+
+    def _sessions(self) -> list[Session]:
+        return [session for rollout in self._rollouts.values() for session in rollout.running]
 
     # -- starting and ending sessions
 
@@ -198,6 +303,9 @@ class Conductor:
         rollout = self._next_rollout()
         if rollout is None:
             return False
+        if self._policies.base_of(rollout.version) != self._policies.resident:
+            # Full weights take the place of others, which rollouts in flight still use.
+            return not self._sessions()
         running = self._running_samples()
         # A group larger than the limit runs alone rather than never.
         return not running or running + len(rollout.waiting[0].sample_indices) <= self._settings.max_running_samples
@@ -211,7 +319,10 @@ class Conductor:
         while self._can_start():
             rollout = self._next_rollout()
             assert rollout is not None
-            session = Session(self._pipe, rollout.waiting.popleft(), self._prompt_cache, self._on_step)
+            self._policies.make_resident(self._policies.base_of(rollout.version))
+            session = Session(
+                self._pipe, rollout.waiting.popleft(), self._prompt_cache, self._on_step, policy_version=rollout.version
+            )
             rollout.running.append(session)
             self._advance(rollout, session)
             if session.call is not None:
@@ -264,9 +375,13 @@ class Conductor:
     def _runnable(self) -> list[tuple[_Rollout, Session]]:
         """Sessions whose next step fits their stream's buffer, together with those of the rollout before them."""
         runnable = []
+        # Those that have reached their step boundary wait for full weights until the others have.
+        awaiting = self._awaited_base() is not None
         for rollout in self._rollouts.values():
             planned = 0
             for session in rollout.running:
+                if awaiting and session.calls_in_step == 0:
+                    continue
                 if session.call is not None and not self._buffer_is_full(
                     rollout, planned + session.step_bytes, planned
                 ):
@@ -284,7 +399,7 @@ class Conductor:
             key = (session.policy_version, signature) if signature is not None else id(session)
             groups.setdefault(key, []).append((rollout, session, call))
         for group in groups.values():
-            outputs = self._run_group([call for _, _, call in group])
+            outputs = self._run_group(group[0][1].policy_version, [call for _, _, call in group])
             for (rollout, session, _), output in zip(group, outputs, strict=True):
                 if isinstance(output, Exception):
                     session.cancel()
@@ -292,19 +407,20 @@ class Conductor:
                 else:
                     self._advance(rollout, session, output)
 
-    def _run_group(self, calls: list[DenoiserCall]) -> list[Any]:
+    def _run_group(self, version: int, calls: list[DenoiserCall]) -> list[Any]:
         """Outputs of calls that share a forward; an exception in place of the output of a call that raises."""
         rule = self._rules.get(calls[0].component)
         if rule is not None and calls[0].signature(rule) is None:
             rule = None
         limits = (self._settings.max_batch_rows, self._settings.batch_invariant, self.counts)
         try:
+            self._policies.use(version)
             return run_calls(calls, rule, *limits)
         except Exception as error:
             if len(calls) == 1:
                 return [error]
         # One of them is at fault: run each alone, so that only that one fails.
-        return [output for call in calls for output in self._run_group([call])]
+        return [output for call in calls for output in self._run_group(version, [call])]
 
     def _on_step(self, session: Session, record: StepRecord) -> None:
         """Hand one step over to the outbox; called from within the pipeline's ``scheduler.step``."""
@@ -349,6 +465,24 @@ class Conductor:
                 tuple((role, index, HostCopy(tensor)) for role, index, tensor in tensors),
             )
         )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What the loader made of a policy file."""
+
+    request: int
+    version: int
+    keep: bool
+    outcome: PolicyContent | PreparedLora | Exception
+
+
+@dataclass(frozen=True)
+class _PendingAnswer:
+    """An activation to be answered."""
+
+    request: int
+    version: int
 
 
 def _nbytes(tensor: Tensor) -> int:

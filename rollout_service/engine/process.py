@@ -11,12 +11,15 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from rollout_service.models.loading import ModelError, load_pipeline, pipeline_facts
+from rollout_service.policy.content import DenoiserWeights
+from rollout_service.policy.live import LivePolicies
 from rollout_service.scheduler.pipeline import denoisers
 
 from .channel import Channel
@@ -50,6 +53,7 @@ def main(descriptor: int) -> int:
         )
         facts = pipeline_facts(pipe, fields["model"])
         rules, reasons = verify_merging(pipe, facts)
+        weights = DenoiserWeights.of(denoisers(pipe))
     except ModelError as error:
         channel.send("failed", {"message": str(error)})
         return 1
@@ -66,7 +70,8 @@ def main(descriptor: int) -> int:
         }
         for component, module in denoisers(pipe).items()
     ]
-    conductor = Conductor(pipe, rules, ConductorSettings(**fields["conductor"]), channel.send)
+    policies = LivePolicies(denoisers(pipe), weights, Path(fields["scratch"]))
+    conductor = Conductor(pipe, rules, policies, ConductorSettings(**fields["conductor"]), channel.send)
     channel.send("ready", dataclasses.asdict(dataclasses.replace(facts, denoisers=denoiser_facts)))
     threading.Thread(target=_read_commands, args=(channel, conductor), name="commands", daemon=True).start()
     conductor.run()

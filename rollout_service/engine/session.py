@@ -66,6 +66,11 @@ class Session:
     prompt_cache: PromptCache
     on_step: Callable[[Session, StepRecord], None]
     policy_version: int = 0
+    """The version that runs its current step."""
+    next_version: int | None = None
+    """The version that it switches to at its next step boundary."""
+    calls_in_step: int = 0
+    """Denoiser calls that have been answered since the last step: 0 at a step boundary."""
     call: DenoiserCall | None = None
     """The denoiser call at which it is parked; None before the start and after the end."""
     media: Tensor | None = None
@@ -108,6 +113,7 @@ class Session:
             parked = self._greenlet.switch()
         else:
             self.call = None
+            self.calls_in_step += 1
             parked = self._greenlet.switch(output)
         self.call = parked if isinstance(parked, DenoiserCall) else None
         return self.call is not None
@@ -166,6 +172,7 @@ class Session:
 
     def _on_record(self, record: StepRecord) -> None:
         self._first_step_done = True
+        self.calls_in_step = 0
         self.on_step(self, record)
 
     def captured_conditioning(self) -> list[CapturedConditioning]:

@@ -53,6 +53,10 @@ class RolloutSpec:
     conditioning: bool
     buffer_bytes: int
     """Bytes that may be under way to the reader before the rollout's samples are parked."""
+    policy_version: int = 0
+    """The version that it starts on."""
+    policy_pinned: bool = False
+    """Whether it demands exactly this version, so that an activation does not switch it."""
 
     def wanted_latents(self, sigmas: tuple[float, ...]) -> tuple[int, ...]:
         """The absolute indices of the latents that come back, given the schedule in force."""
