@@ -13,6 +13,7 @@ from pydantic_settings import SettingsError
 
 from rollout_service.config import ServerConfig
 from rollout_service.models.loading import ModelError
+from rollout_service.policy.store import PolicyStoreError
 from rollout_service.server import Server
 
 
@@ -36,7 +37,7 @@ def serve(argv: list[str]) -> int:
         return asyncio.run(_serve(config))
     except KeyboardInterrupt:
         return 130
-    except (ModelError, OSError) as error:
+    except (ModelError, PolicyStoreError, OSError) as error:
         print(f"rollout serve: {error}", file=sys.stderr)
         return 1
 

@@ -68,6 +68,18 @@ class ServerConfig(BaseSettings):
     """Bytes on their way to one reader before its samples are parked."""
     prompt_cache_bytes: int = Field(256 * MIB, ge=0)
     """Bytes of prompt embeddings kept for repeated prompts."""
+    policy_store: str | None = None
+    """Where policy versions are kept: a directory, or a URL (s3://, gs://, az://); workers that share it serve the same
+    versions. Default: a temporary directory that goes with the server."""
+    policy_scratch: str | None = None
+    """Directory of uploads in progress, which resume when the server is started again with it, and of files in use.
+    Default: a temporary directory."""
+    max_policy_versions: int = Field(4, ge=2)
+    """Policy versions loaded at once, version 0 not counted; unused ones make room, and come back on demand."""
+    max_policy_bytes: PositiveInt = 128 << 30
+    """Most bytes of one policy file."""
+    policy_poll_seconds: PositiveFloat = 0.5
+    """How often the store is asked whether another worker has activated a version."""
     start_timeout_seconds: PositiveFloat = 1800
     """How long loading the model may take."""
     drain_seconds: float = Field(30, ge=0)
@@ -78,10 +90,10 @@ class ServerConfig(BaseSettings):
         """Most samples of one rollout that can ever be admitted."""
         return min(self.max_samples, self.max_running_samples + self.max_queued_samples)
 
-    def engine_settings(self) -> EngineSettings:
-        """The part that the engine process is started with."""
-        names = EngineSettings.__dataclass_fields__
-        return EngineSettings(**{name: getattr(self, name) for name in names})
+    def engine_settings(self, scratch: str) -> EngineSettings:
+        """The part that the engine process is started with; ``scratch`` is a directory for what it puts on disk."""
+        names = set(EngineSettings.__dataclass_fields__) - {"scratch"}
+        return EngineSettings(scratch=scratch, **{name: getattr(self, name) for name in names})
 
 
 #: The range that a request may choose `max_event_bytes` from.

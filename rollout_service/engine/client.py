@@ -9,7 +9,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from .spec import RolloutSpec
 log = structlog.get_logger(__name__)
 
 STATUS_TIMEOUT_SECONDS = 30.0
+#: Reading, checking and hashing tens of gigabytes.
+POLICY_TIMEOUT_SECONDS = 1800.0
 RESTART_BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -73,6 +75,8 @@ class EngineStream:
     queue_position: int
     """Samples admitted before it that had not started."""
     _client: EngineClient
+    policy_version: int
+    """The version that its samples run on, or switch to at their next step."""
     _frames: asyncio.Queue[Frame | Exception] = field(default_factory=asyncio.Queue)
     started: bool = False
     ended: bool = False
@@ -83,6 +87,7 @@ class EngineStream:
         Raises:
             EngineLostError: the engine process ended.
             DrainingError: the server stops.
+            PolicyActivatedError: another version was activated, which ends it.
         """
         while True:
             frame = await self._frames.get()
@@ -189,7 +194,7 @@ class EngineClient:
         if len(spec.samples) > room:
             raise QueueFullError(f"{outstanding} samples are running or queued; {room} more are admitted now")
         position = sum(stream.num_samples for stream in self._streams.values() if not stream.started)
-        stream = EngineStream(spec.rollout_id, len(spec.samples), spec, position, self)
+        stream = EngineStream(spec.rollout_id, len(spec.samples), spec, position, self, spec.policy_version)
         self._streams[spec.rollout_id] = stream
         fields = {"spec": spec.to_fields(), "start_samples": list(start_latents)}
         self.send("submit", fields, tuple(start_latents.values()))
@@ -209,29 +214,91 @@ class EngineClient:
         Raises:
             EngineLostError: the engine is not up, ends, or does not answer in time.
         """
+        return await self._send_request(kind, fields, timeout)
+
+    def _send_request(self, kind: str, fields: dict[str, Any], timeout: float) -> Awaitable[dict[str, Any]]:
+        """Send a command now; the answer is to be awaited."""
         if not self.ready:
             raise EngineLostError("the engine is being restarted")
         request = next(self._request_ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._requests[request] = future
+        future.add_done_callback(lambda _: self._requests.pop(request, None))
         self.send(kind, {"request": request, **fields})
-        try:
-            return await asyncio.wait_for(future, timeout)
-        except TimeoutError as error:
-            raise EngineLostError("the engine does not answer") from error
-        finally:
-            self._requests.pop(request, None)
+        return _answer(future, timeout)
 
     def send(self, kind: str, fields: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
         """Send one command; nothing if the engine is gone, which its streams learn from the supervisor."""
         if self._channel is not None:
             self._channel.send(kind, fields, tensors)
 
-    def end_streams(self, error: Exception, but_version: int | None = None) -> None:
-        """End all streams (but those of rollouts on one policy version) with an error, after the frames that have arrived."""
+    def end_streams(self, error: Exception) -> None:
+        """End all streams with an error, after the frames that have arrived."""
         for stream in self._streams.values():
-            if but_version is None or stream.spec.policy_version != but_version:
-                stream._frames.put_nowait(error)
+            stream._frames.put_nowait(error)
+
+    # -- policy versions
+
+    def versions_in_use(self) -> set[int]:
+        """The versions that open streams run on."""
+        return {stream.policy_version for stream in self._streams.values()}
+
+    async def load_policy(
+        self, version: int, kind: str, path: str, lora: dict[str, Any] | None, *, check_values: bool, keep: bool
+    ) -> dict[str, Any]:
+        """Check a policy file against the denoisers and, if it is to be kept, make it ready to run.
+
+        Args:
+            version: its version; loading one that is loaded already changes nothing.
+            kind: full or lora.
+            path: the safetensors file; one of full weights must stay in place as long as the version is loaded.
+            lora: fields of :class:`~rollout_service.policy.content.LoraSettings`.
+            check_values: whether NaN and infinite values are looked for.
+            keep: whether it is to be kept.
+
+        Returns:
+            ``bound_tensors``, ``expected_tensors`` and ``fingerprint``; or ``problem`` and ``lists`` of names.
+
+        Raises:
+            EngineLostError: the engine is not up, or ends.
+        """
+        fields = {"version": version, "kind": kind, "path": path, "lora": lora}
+        fields |= {"check_values": check_values, "keep": keep}
+        return await self.request("policy_load", fields, POLICY_TIMEOUT_SECONDS)
+
+    def unload_policy(self, version: int) -> None:
+        """Forget a version, once nothing that was submitted before uses it."""
+        self.send("policy_unload", {"version": version})
+
+    def activate_policy(self, version: int, mode: str) -> Awaitable[dict[str, Any]]:
+        """Make a loaded version current: at once for what is submitted after this call.
+
+        Args:
+            version: the version.
+            mode: what becomes of running rollouts: new_rollouts, next_step or abort.
+
+        Returns:
+            To be awaited: ``fingerprint`` of the live weights, 0 while running rollouts keep them from their place.
+
+        Raises:
+            EngineLostError: the engine is not up.
+        """
+        answer = self._send_request("policy_activate", {"version": version, "mode": mode}, POLICY_TIMEOUT_SECONDS)
+        for stream in self._streams.values():
+            if mode == "abort" and stream.policy_version != version:
+                stream._frames.put_nowait(PolicyActivatedError(f"policy version {version} was activated"))
+            elif mode == "next_step" and stream.spec.may_switch_to(version):
+                stream.policy_version = version
+        return answer
+
+    async def policy_fingerprint(self, version: int) -> int:
+        """Of the live weights of a loaded version; 0 if they are full weights that are not in place.
+
+        Raises:
+            EngineLostError: the engine is not up, or ends.
+        """
+        answer = await self.request("policy_fingerprint", {"version": version}, POLICY_TIMEOUT_SECONDS)
+        return answer["fingerprint"]
 
     # -- the process
 
@@ -344,6 +411,13 @@ class EngineClient:
         for stream in self._streams.values():
             stream.ended = True
         self._streams.clear()
-        for future in self._requests.values():
+        for future in list(self._requests.values()):
             if not future.done():
                 future.set_exception(error)
+
+
+async def _answer(future: asyncio.Future[dict[str, Any]], timeout: float) -> dict[str, Any]:
+    try:
+        return await asyncio.wait_for(future, timeout)
+    except TimeoutError as error:
+        raise EngineLostError("the engine does not answer") from error

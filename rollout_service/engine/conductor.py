@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -93,6 +93,8 @@ class Conductor:
         # Files are read and checked, and weights copied to the device, beside the loop.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="policy-loader")
         self._current_version = 0
+        # Versions to forget once nothing uses them.
+        self._unloading: set[int] = set()
         self._activations: list[_PendingAnswer] = []
         self._outbox = Outbox(send, self._tell_sample_failed)
         self._prompt_cache = PromptCache(settings.prompt_cache_bytes)
@@ -112,6 +114,7 @@ class Conductor:
                 self._switch_versions()
                 self._start_sessions()
                 self._run_parked_calls()
+                self._switch_versions()  # now, not when the next command comes
             for rollout_id in list(self._rollouts):
                 self._cancel(rollout_id)
         self._loader.shutdown(cancel_futures=True)
@@ -147,7 +150,7 @@ class Conductor:
                 case "policy_load":
                     self._loader.submit(self._load, **frame.fields)
                 case "policy_unload":
-                    self._policies.remove(frame.fields["version"])
+                    self._unloading.add(frame.fields["version"])
                 case "policy_activate":
                     self._activate(**frame.fields)
                 case "policy_fingerprint":
@@ -204,7 +207,6 @@ class Conductor:
             "parked_samples": sum(
                 len(s.samples.sample_indices) for r, s in running if self._buffer_is_full(r, s.step_bytes)
             ),
-            "policy_version": self._current_version,
             "denoiser_calls": self.counts.forwards,
             "denoiser_rows": self.counts.rows,
             "pipeline_calls": self.counts.pipeline_calls,
@@ -215,12 +217,21 @@ class Conductor:
 
     # -- policy versions
 
-    def _load(self, request: int, version: int, kind: str, path: str, lora: dict[str, Any] | None, keep: bool) -> None:
+    def _load(
+        self,
+        request: int,
+        version: int,
+        kind: Literal["full", "lora"],
+        path: str,
+        lora: dict[str, Any] | None,
+        check_values: bool,
+        keep: bool,
+    ) -> None:
         """Check a file and, if it is to be kept, prepare it; on the loader's thread."""
         outcome: PolicyContent | PreparedLora | Exception
         try:
             settings = LoraSettings(**lora) if lora else None
-            content = read_content(Path(path), "lora" if kind == "lora" else "full", settings, self._policies.weights)
+            content = read_content(Path(path), kind, settings, self._policies.weights, check_values)
             outcome = prepare_lora(content, self._policies.weights) if keep and kind == "lora" else content
         except Exception as error:  # a file of the user's must not end the loader
             outcome = error
@@ -235,6 +246,8 @@ class Conductor:
             self._answer(loaded.request, problem=f"{type(outcome).__name__}: {outcome}", lists={})
             return
         content = outcome.content if isinstance(outcome, PreparedLora) else outcome
+        if loaded.keep:
+            self._unloading.discard(loaded.version)
         if loaded.keep and not self._policies.knows(loaded.version):
             if isinstance(outcome, PreparedLora):
                 self._policies.add_lora(loaded.version, outcome)
@@ -252,7 +265,7 @@ class Conductor:
         self._current_version = version
         if mode == "next_step":
             for rollout in self._rollouts.values():
-                if rollout.spec.policy_pinned:
+                if not rollout.spec.may_switch_to(version):
                     continue
                 rollout.version = version
                 for session in rollout.running:
@@ -260,18 +273,31 @@ class Conductor:
         self._activations.append(_PendingAnswer(request, version))
 
     def _switch_versions(self) -> None:
-        """Switch sessions that are at a step boundary, and put full weights in place where nothing stands against it."""
+        """Switch sessions at a step boundary, and put full weights in place where nothing stands against it."""
         self._swap_for_next_step()
         for session in self._sessions():
-            if session.next_version is not None and session.calls_in_step == 0:
-                if self._policies.base_of(session.next_version) == self._policies.resident:
-                    session.policy_version, session.next_version = session.next_version, None
+            version = session.next_version
+            if version is None or session.calls_in_step:
+                continue
+            if self._policies.base_of(version) == self._policies.resident:
+                session.policy_version, session.next_version = version, None
         head = self._next_rollout()
         if not self._sessions():
             self._policies.make_resident(self._policies.base_of(head.version if head else self._current_version))
         for pending in self._activations:
             self._answer(pending.request, fingerprint=self._policies.fingerprint(pending.version))
         self._activations.clear()
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        if not self._unloading:
+            return
+        used = {rollout.version for rollout in self._rollouts.values()} | {self._current_version}
+        for session in self._sessions():
+            used |= {session.policy_version, session.next_version or session.policy_version}
+        for version in self._unloading - used:
+            self._policies.remove(version)
+        self._unloading &= used
 
     def _swap_for_next_step(self) -> None:
         """Swap full weights under sessions that all switch, once all are at a step boundary."""
@@ -378,13 +404,14 @@ class Conductor:
         # Those that have reached their step boundary wait for full weights until the others have.
         awaiting = self._awaited_base() is not None
         for rollout in self._rollouts.values():
-            planned = 0
+            # A step that has begun goes on: others may wait for its end.
+            begun = [session for session in rollout.running if session.call is not None and session.calls_in_step]
+            runnable += [(rollout, session) for session in begun]
+            planned = sum(session.step_bytes for session in begun)
             for session in rollout.running:
-                if awaiting and session.calls_in_step == 0:
+                if session.call is None or session.calls_in_step or awaiting:
                     continue
-                if session.call is not None and not self._buffer_is_full(
-                    rollout, planned + session.step_bytes, planned
-                ):
+                if not self._buffer_is_full(rollout, planned + session.step_bytes, planned):
                     runnable.append((rollout, session))
                     planned += session.step_bytes
         return runnable

@@ -72,7 +72,8 @@ def main(descriptor: int) -> int:
     ]
     policies = LivePolicies(denoisers(pipe), weights, Path(fields["scratch"]))
     conductor = Conductor(pipe, rules, policies, ConductorSettings(**fields["conductor"]), channel.send)
-    channel.send("ready", dataclasses.asdict(dataclasses.replace(facts, denoisers=denoiser_facts)))
+    facts = dataclasses.replace(facts, denoisers=denoiser_facts, num_weights=len(weights.tensors))
+    channel.send("ready", dataclasses.asdict(facts))
     threading.Thread(target=_read_commands, args=(channel, conductor), name="commands", daemon=True).start()
     conductor.run()
     return 0

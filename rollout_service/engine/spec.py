@@ -57,6 +57,12 @@ class RolloutSpec:
     """The version that it starts on."""
     policy_pinned: bool = False
     """Whether it demands exactly this version, so that an activation does not switch it."""
+    policy_minimum: int = 0
+    """The lowest version that an activation may switch it to."""
+
+    def may_switch_to(self, version: int) -> bool:
+        """Whether an activation with NEXT_STEP moves it to ``version``."""
+        return not self.policy_pinned and version >= self.policy_minimum
 
     def wanted_latents(self, sigmas: tuple[float, ...]) -> tuple[int, ...]:
         """The absolute indices of the latents that come back, given the schedule in force."""

@@ -79,6 +79,8 @@ class PipelineFacts:
     """Call arguments in force unless a request overrides them: height, width, guidance_scale, ..."""
     denoisers: list[dict[str, Any]] = field(default_factory=list)
     """Per component: component, class_name, num_parameters, merged, unmerged_reason."""
+    num_weights: int = 0
+    """Tensors that full weights of the denoisers have."""
 
     @property
     def video(self) -> bool:

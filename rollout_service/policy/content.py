@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -96,7 +96,7 @@ class DenoiserWeights:
             for name, child in module.named_modules():
                 is_conv = isinstance(child, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and child.groups == 1
                 if isinstance(child, nn.Linear) or is_conv:
-                    targets[f"{component}.{name}"] = LoraTarget(tuple(child.weight.shape))
+                    targets[f"{component}.{name}"] = LoraTarget(tuple(tensors[f"{component}.{name}.weight"].shape))
         return DenoiserWeights(tensors, targets, tuple(denoisers))
 
     def canonical(self, name: str) -> str:
@@ -126,8 +126,10 @@ class PolicyContent:
         return len(self.names)
 
 
-def read_content(path: Path, kind: Kind, lora: LoraSettings | None, weights: DenoiserWeights) -> PolicyContent:
-    """Read a file's names, shapes and values, and check that every tensor binds and is finite.
+def read_content(
+    path: Path, kind: Kind, lora: LoraSettings | None, weights: DenoiserWeights, check_values: bool = True
+) -> PolicyContent:
+    """Read a file's names and shapes, and check that every tensor binds and, if asked to, is finite.
 
     Raises:
         PolicyContentError: it does not; nothing has been changed.
@@ -145,7 +147,8 @@ def read_content(path: Path, kind: Kind, lora: LoraSettings | None, weights: Den
                 if lora is None:
                     raise PolicyContentError("a LoRA without its rank; set lora_rank")
                 content = _lora(path, shapes, dtypes, lora, weights)
-            _check_finite(content, file.get_tensor)
+            if check_values:
+                _check_finite(content, file.get_tensor)
             return content
     except (SafetensorError, OSError) as error:
         detail = str(error).splitlines()[0]
@@ -223,8 +226,7 @@ def _refuse(missing: list[str], unknown: list[str], misshapen: list[str], bound:
         raise PolicyContentError(f"not every tensor binds to the denoiser ({bound} would)", lists)
 
 
-def _check_finite(content: PolicyContent, get_tensor: object) -> None:
-    assert callable(get_tensor)
+def _check_finite(content: PolicyContent, get_tensor: Callable[[str], Tensor]) -> None:
     bad = []
     for canonical, name in content.names.items():
         tensor = get_tensor(name)

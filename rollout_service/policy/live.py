@@ -77,6 +77,8 @@ class LivePolicies:
     _full: dict[int, PolicyContent] = field(default_factory=dict)
     _layers: list[LoraLayer] = field(default_factory=list)
     _active: int = BASE_VERSION
+    _resident_fingerprint: int | None = None
+    """Computed when it is first asked for after a swap: it reads all weights back."""
 
     def base_of(self, version: int) -> int:
         """The version whose full weights must be resident for ``version``."""
@@ -139,7 +141,7 @@ class LivePolicies:
         with torch.no_grad(), safe_open(str(path), "pt") as file:
             for canonical, name in names.items():
                 self.weights.tensors[canonical].copy_(file.get_tensor(name))
-        self.resident = base
+        self.resident, self._resident_fingerprint = base, None
 
     def use(self, version: int) -> None:
         """Make the next forwards those of a version whose base is resident."""
@@ -159,7 +161,11 @@ class LivePolicies:
         """Of the live weights of a version; 0 if it is full weights that are not resident."""
         if version in self._loras:
             return self._loras[version].fingerprint
-        return fingerprint(self.weights.tensors) if self.resident == version else 0
+        if self.resident != version:
+            return 0
+        if self._resident_fingerprint is None:
+            self._resident_fingerprint = fingerprint(self.weights.tensors)
+        return self._resident_fingerprint
 
 
 def _lora_config(modules: Mapping[str, tuple[int, float]]) -> LoraConfig:

@@ -82,6 +82,18 @@ def over_limit(field: str, value: int, limit_name: str, limit: int) -> ServiceEr
     )
 
 
+def draining() -> ServiceError:
+    """The server stops."""
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is shutting down; resume from the last steps on another"
+    )
+
+
+def engine_restarted(message: str) -> ServiceError:
+    """The engine is not up."""
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_RESTARTED", message, retry_after_seconds=1.0)
+
+
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> NoReturn:
     """End the RPC with an error."""
     details = (("grpc-status-details-bin", error.to_status().SerializeToString()),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 import structlog
@@ -14,13 +15,23 @@ from google.protobuf import duration_pb2
 
 import rollout_service
 from rollout_service.config import MAX_EVENT_BYTES, MIN_EVENT_BYTES, ServerConfig
-from rollout_service.engine.client import DrainingError, EngineClient, EngineLostError, EngineStream, QueueFullError
+from rollout_service.engine.client import (
+    DrainingError,
+    EngineClient,
+    EngineLostError,
+    EngineStream,
+    PolicyActivatedError,
+    QueueFullError,
+)
 from rollout_service.models.loading import PipelineFacts
+from rollout_service.policy.store import PolicyStoreError
 from rollout_service.tensors import DATA_TYPES
 
-from .errors import ServiceError, abort, invalid
+from .errors import ServiceError, abort, draining, engine_restarted, invalid
 from .events import EventWriter
+from .policy import store_failed
 from .request import ParsedRequest, parse_request
+from .versions import PolicyVersions
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +40,6 @@ _KINDS = {
     "gaussian": pb.LOG_PROB_KIND_GAUSSIAN,
     "squared_error": pb.LOG_PROB_KIND_SQUARED_ERROR,
 }
-BASE_POLICY_VERSION = 0
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -37,11 +47,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     Args:
         engine: the started engine.
+        versions: its policy versions.
         config: limits and defaults.
     """
 
-    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
-        self._engine, self._config = engine, config
+    def __init__(self, engine: EngineClient, versions: PolicyVersions, config: ServerConfig) -> None:
+        self._engine, self._versions, self._config = engine, versions, config
         self._started = time.monotonic()
         self._draining = False
 
@@ -65,11 +76,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         write: Callable[[pb.GenerateRolloutResponse], Awaitable[None]],
     ) -> None:
         if self._draining:
-            raise _draining()
+            raise draining()
         admitted = time.monotonic()
         parsed = parse_request(request, rollout_id, self._engine.facts, self._config)
-        _check_version(request.policy)
-        stream = self._submit(parsed)
+        stream = await self._submit(request, parsed)
         log.info("rollout.accepted", rollout_id=rollout_id, samples=len(parsed.spec.samples))
         writer = EventWriter(parsed.spec, parsed.max_event_bytes)
         started: float | None = None
@@ -88,21 +98,35 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await write(writer.finished(started - admitted, now - started))
             log.info("rollout.finished", rollout_id=rollout_id, seconds=round(now - admitted, 3))
         except EngineLostError as error:
-            raise _engine_restarted(str(error)) from error
+            raise engine_restarted(str(error)) from error
         except DrainingError as error:
-            raise _draining() from error
+            raise draining() from error
+        except PolicyActivatedError as error:
+            raise ServiceError(grpc.StatusCode.ABORTED, "POLICY_ACTIVATED", str(error)) from error
         finally:
             stream.close()
 
-    def _submit(self, parsed: ParsedRequest) -> EngineStream:
+    async def _submit(self, request: pb.GenerateRolloutRequest, parsed: ParsedRequest) -> EngineStream:
         try:
-            return self._engine.submit(parsed.spec, parsed.start_latents)
+            choice = await self._versions.resolve(request.policy)
+            if self._draining:  # it may have waited
+                raise draining()
+            # No await between the choice and the submission: what is chosen is loaded now.
+            spec = replace(
+                parsed.spec,
+                policy_version=choice.version,
+                policy_pinned=choice.pinned,
+                policy_minimum=choice.minimum,
+            )
+            return self._engine.submit(spec, parsed.start_latents)
         except QueueFullError as error:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", str(error), retry_after_seconds=1.0
             ) from error
         except EngineLostError as error:
-            raise _engine_restarted(str(error)) from error
+            raise engine_restarted(str(error)) from error
+        except PolicyStoreError as error:
+            raise store_failed(error) from error
 
     @staticmethod
     def _rejected(request: pb.GenerateRolloutRequest, parsed: ParsedRequest, sample: int, problem: str) -> ServiceError:
@@ -128,7 +152,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             "queued_samples",
             "running_samples",
             "parked_samples",
-            "policy_version",
             "denoiser_calls",
             "denoiser_rows",
             "pipeline_calls",
@@ -137,30 +160,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             serving=self._engine.ready and not self._draining,
             open_streams=self._engine.open_streams,
             engine_restarts=self._engine.restarts,
+            policy_version=self._versions.current,
             uptime=uptime,
             **{name: status[name] for name in names if name in status},
-        )
-
-
-def _draining() -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is shutting down; resume from the last steps on another"
-    )
-
-
-def _engine_restarted(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_RESTARTED", message, retry_after_seconds=1.0)
-
-
-def _check_version(policy: pb.PolicyRequirement) -> None:
-    """Only the base checkpoint, version 0, is there to be required."""
-    kind = policy.WhichOneof("kind")
-    if kind is not None and getattr(policy, kind) != BASE_POLICY_VERSION:
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "POLICY_UNAVAILABLE",
-            f"policy.{kind}: this server has version {BASE_POLICY_VERSION}, not {getattr(policy, kind)}",
-            field=f"policy.{kind}",
         )
 
 

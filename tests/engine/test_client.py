@@ -8,7 +8,7 @@ from rollout_service.engine import client as engine_client
 from rollout_service.engine.client import EngineClient, EngineSettings
 from rollout_service.models.loading import ModelError
 
-SETTINGS = EngineSettings("embedded", None, "float32", "cpu", 1, 8, 8, 8, False, 0, 60.0)
+SETTINGS = EngineSettings("embedded", None, "float32", "cpu", 1, 8, 8, 8, False, 0, 60.0, "unused")
 
 
 @pytest.mark.parametrize("problem", [OSError(12, "Cannot allocate memory"), ModelError("no"), ValueError("bad frame")])

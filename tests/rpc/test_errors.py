@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollout_service.engine.client import EngineClient
 from rollout_service.rpc.servicer import RolloutServicer
+from rollout_service.rpc.versions import PolicyVersions
 from tests.rpc.support import (
     CONFIG,
     DOMAIN,
@@ -418,8 +419,10 @@ def test_nobody_listens() -> None:
             client.status()
 
 
-async def test_a_draining_servicer_says_so() -> None:
-    servicer = RolloutServicer(EngineClient(CONFIG.engine_settings()), CONFIG)
+async def test_a_draining_servicer_says_so(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"policy_store": str(tmp_path), "policy_scratch": str(tmp_path)})
+    engine = EngineClient(CONFIG.engine_settings("unused"))
+    servicer = RolloutServicer(engine, PolicyVersions(engine, config), config)
     servicer.drain()
     server = grpc.aio.server()
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)

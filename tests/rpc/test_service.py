@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from diffusion_rollout.v1 import policy_pb2, policy_pb2_grpc
+from diffusion_rollout.v1 import policy_pb2
 from diffusion_rollout.v1 import rollout_pb2 as pb
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -44,23 +44,6 @@ def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
         ]
     described = pool.FindMessageTypeByName("diffusion_rollout.v1.GenerateRolloutRequest")
     assert list(described.fields_by_name) == list(pb.GenerateRolloutRequest.DESCRIPTOR.fields_by_name)
-
-
-POLICY_CALLS = {
-    "ActivatePolicy": policy_pb2.ActivatePolicyRequest(),
-    "GetPolicy": policy_pb2.GetPolicyRequest(),
-    "ListPolicies": policy_pb2.ListPoliciesRequest(),
-    "DeletePolicy": policy_pb2.DeletePolicyRequest(),
-    "UploadPolicy": iter([policy_pb2.UploadPolicyRequest()]),
-}
-
-
-@pytest.mark.parametrize("method", POLICY_CALLS)
-def test_policies_are_not_served(channel: grpc.Channel, method: str) -> None:
-    stub = policy_pb2_grpc.PolicyServiceStub(channel)
-    with pytest.raises(grpc.RpcError) as caught:
-        getattr(stub, method)(POLICY_CALLS[method], timeout=10)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_server_info(stub: Any, client: RolloutClient) -> None:

@@ -27,8 +27,11 @@ if _version_not_supported:
 
 class PolicyServiceStub:
     """Manages policy versions. A version is an increasing integer that names one set of denoiser weights; 0 is the base
-    checkpoint and always exists. Version files are immutable. A server without a policy store, which serves version 0
-    only, answers UNIMPLEMENTED to all of these.
+    checkpoint and always exists. Version files are immutable and kept in a policy store; servers that share a store
+    serve the same versions, and follow each other's activations within about a second.
+
+    All methods: UNAVAILABLE (ENGINE_RESTARTED, DRAINING) when tried again later or elsewhere they may succeed; so does
+    UNAVAILABLE (POLICY_UNAVAILABLE) when the store cannot be reached.
     """
 
     def __init__(self, channel):
@@ -66,8 +69,11 @@ class PolicyServiceStub:
 
 class PolicyServiceServicer:
     """Manages policy versions. A version is an increasing integer that names one set of denoiser weights; 0 is the base
-    checkpoint and always exists. Version files are immutable. A server without a policy store, which serves version 0
-    only, answers UNIMPLEMENTED to all of these.
+    checkpoint and always exists. Version files are immutable and kept in a policy store; servers that share a store
+    serve the same versions, and follow each other's activations within about a second.
+
+    All methods: UNAVAILABLE (ENGINE_RESTARTED, DRAINING) when tried again later or elsewhere they may succeed; so does
+    UNAVAILABLE (POLICY_UNAVAILABLE) when the store cannot be reached.
     """
 
     def UploadPolicy(self, request_iterator, context):
@@ -76,9 +82,12 @@ class PolicyServiceServicer:
         until every tensor has been verified to bind.
 
         Errors:
-        INVALID_ARGUMENT (INVALID_FIELD, OVER_LIMIT): bad header, offset or content; missing, unknown or misshapen tensors.
-        DATA_LOSS (CHECKSUM_MISMATCH): a chunk's or the file's digest is wrong.
-        ALREADY_EXISTS: the version exists with other content.
+        INVALID_ARGUMENT (INVALID_FIELD, OVER_LIMIT): bad header, offset or content. Where tensors are at fault, ErrorInfo
+        metadata has the first 20 names, one per line, and the count, under `missing`, `missing_count`, and so on for
+        `unknown`, `misshapen` and `non_finite`.
+        DATA_LOSS (CHECKSUM_MISMATCH): a chunk's or the file's digest is wrong, or the file ends early.
+        ALREADY_EXISTS (POLICY_CONFLICT): the version exists with other content, or was deleted.
+        ABORTED (POLICY_CONFLICT): the version is being uploaded already; try again later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +97,10 @@ class PolicyServiceServicer:
         """Makes a version current.
 
         Errors:
-        FAILED_PRECONDITION (POLICY_UNAVAILABLE): the version is unknown, or `expected_current_version` differs.
+        FAILED_PRECONDITION (POLICY_UNAVAILABLE): the version is unknown.
+        FAILED_PRECONDITION (POLICY_CONFLICT): `expected_current_version` differs (metadata `current_version`), or another
+        activation came first.
+        RESOURCE_EXHAUSTED (QUEUE_FULL): all loaded versions are in use, and no more can be loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,14 +114,18 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPolicies(self, request, context):
-        """Lists the versions, latest first.
+        """Lists the versions, latest first; those whose upload is not complete are those of this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeletePolicy(self, request, context):
-        """Deletes a version that is neither current, nor 0, nor in use.
+        """Deletes a version; it can never be uploaded again.
+
+        Errors:
+        FAILED_PRECONDITION (POLICY_UNAVAILABLE): the version is unknown.
+        FAILED_PRECONDITION (POLICY_CONFLICT): it is current, or version 0, or a rollout on this server uses it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,8 +169,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PolicyService:
     """Manages policy versions. A version is an increasing integer that names one set of denoiser weights; 0 is the base
-    checkpoint and always exists. Version files are immutable. A server without a policy store, which serves version 0
-    only, answers UNIMPLEMENTED to all of these.
+    checkpoint and always exists. Version files are immutable and kept in a policy store; servers that share a store
+    serve the same versions, and follow each other's activations within about a second.
+
+    All methods: UNAVAILABLE (ENGINE_RESTARTED, DRAINING) when tried again later or elsewhere they may succeed; so does
+    UNAVAILABLE (POLICY_UNAVAILABLE) when the store cannot be reached.
     """
 
     @staticmethod

@@ -68,6 +68,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_BAD_CREDENTIALS: _ClassVar[ErrorReason]
     ERROR_REASON_CHECKSUM_MISMATCH: _ClassVar[ErrorReason]
     ERROR_REASON_POLICY_ACTIVATED: _ClassVar[ErrorReason]
+    ERROR_REASON_POLICY_CONFLICT: _ClassVar[ErrorReason]
 DYNAMICS_UNSPECIFIED: Dynamics
 DYNAMICS_ODE: Dynamics
 DYNAMICS_SDE: Dynamics
@@ -105,6 +106,7 @@ ERROR_REASON_PIPELINE_ERROR: ErrorReason
 ERROR_REASON_BAD_CREDENTIALS: ErrorReason
 ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason
 ERROR_REASON_POLICY_ACTIVATED: ErrorReason
+ERROR_REASON_POLICY_CONFLICT: ErrorReason
 
 class GenerateRolloutRequest(_message.Message):
     __slots__ = ("prompts", "sampling", "pipeline", "output", "policy")
