@@ -15,7 +15,7 @@ from diffusion_rollout.v1 import rollout_pb2 as pb
 
 from rollout_service.config import ServerConfig
 from rollout_service.engine.client import EngineClient, EngineLostError
-from rollout_service.policy.content import NAMES_SHOWN, LoraSettings
+from rollout_service.policy.content import LoraSettings
 from rollout_service.policy.staging import StagedUpload, Staging, UploadBusyError, UploadHeader
 from rollout_service.policy.store import (
     Activation,
@@ -36,6 +36,8 @@ BASE_VERSION = 0
 #: How long a version may wait until running rollouts let go of another that makes room for it.
 ROOM_TIMEOUT_SECONDS = 600.0
 _ROOM_POLL_SECONDS = 0.05
+#: How many names of each list an error holds.
+NAMES_SHOWN = 20
 #: A status travels in HTTP/2 trailers, of which 8 KiB are safe; names are cut short together to this many characters.
 _NAMES_TEXT = 4000
 
@@ -387,6 +389,7 @@ class PolicyVersions:
             if version in self._engine.versions_in_use():
                 raise _conflict(f"version {version} is in use by running rollouts; try again later", current)
             try:
+                await self.store.get(version)
                 await self.store.delete(version)
             except VersionMissingError as error:
                 if self.staging.header(version) is None:
