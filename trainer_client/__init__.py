@@ -1,4 +1,4 @@
-"""What a trainer imports: clients, trajectories, replay and typed errors."""
+"""What a trainer imports: clients, policies, trajectories, replay and typed errors."""
 
 from .client import AsyncRolloutClient, AsyncRolloutStream, RolloutClient, RolloutStream
 from .errors import (
@@ -8,6 +8,9 @@ from .errors import (
     IntegrityError,
     InvalidRequestError,
     OverLimitError,
+    PolicyActivatedError,
+    PolicyBusyError,
+    PolicyConflictError,
     PolicyUnavailableError,
     QueueFullError,
     RolloutError,
@@ -15,6 +18,7 @@ from .errors import (
     UnavailableError,
 )
 from .events import Accepted, ConditioningEntry, ConditioningReceived, Event, Finished, SampleFinished, Started, Step
+from .policy import LoraSettings, PolicySource, local_fingerprint
 from .replay import ReplayedStep, replay
 from .request import Prompt, Sample, StartState, build_request
 from .trajectory import Trajectory
@@ -32,7 +36,12 @@ __all__ = [
     "Finished",
     "IntegrityError",
     "InvalidRequestError",
+    "LoraSettings",
     "OverLimitError",
+    "PolicyActivatedError",
+    "PolicyBusyError",
+    "PolicyConflictError",
+    "PolicySource",
     "PolicyUnavailableError",
     "Prompt",
     "QueueFullError",
@@ -49,5 +58,6 @@ __all__ = [
     "Trajectory",
     "UnavailableError",
     "build_request",
+    "local_fingerprint",
     "replay",
 ]

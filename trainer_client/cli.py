@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.resources
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
+from diffusion_rollout.v1 import policy_pb2
 from rich.console import Console
 from rich.table import Table
 
 from .client import RolloutClient
 from .errors import RolloutError
+from .policy import LoraSettings
 from .trajectory import Trajectory
 
 app = typer.Typer(
@@ -313,3 +315,144 @@ def verify(
         )
         sys.exit(1)
     _console.print(f"[bold]MATCH[/bold]: within {tolerance:g}")
+
+
+policy_app = typer.Typer(
+    name="policy", help="Upload, activate and list the weights that a server samples with.", no_args_is_help=True
+)
+app.add_typer(policy_app)
+
+PolicyServer = Annotated[
+    str, typer.Option("--server", "--target", help="host:port of the server", envvar="ROLLOUT_SERVER")
+]
+Version = Annotated[int, typer.Argument(min=0, help="the policy version; 0 is the base checkpoint")]
+Mode = Annotated[
+    str,
+    typer.Option(
+        help="what happens to rollouts in flight: new-rollouts (they finish on their version), next-step (they switch) "
+        "or abort (they end)"
+    ),
+]
+ExpectedCurrent = Annotated[int | None, typer.Option(min=0, help="activate only while this version is the current one")]
+
+
+@policy_app.command("push")
+def policy_push(
+    file: Annotated[Path, typer.Argument(help=".safetensors file, or a directory that PEFT saved an adapter to")],
+    version: Annotated[int, typer.Option(min=1, help="number of the new version, above all existing ones")],
+    server: PolicyServer = DEFAULT_SERVER,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="the file is a LoRA of this rank; not needed for a directory")
+    ] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="its alpha; default: its rank")] = None,
+    activate: Annotated[bool, typer.Option("--activate/--no-activate", help="make it current")] = True,
+    mode: Mode = "new-rollouts",
+    expected_current: ExpectedCurrent = None,
+    chunk_bytes: Annotated[int, typer.Option(min=1, help="bytes of a message")] = 1 << 20,
+    timeout: Annotated[float, typer.Option(help="seconds for everything")] = 600.0,
+    attempts: Annotated[int, typer.Option(min=1, help="tries while the server is unavailable or busy")] = 5,
+) -> None:
+    """Upload weights as a new version, and make it current; a broken upload is continued."""
+    if lora_alpha is not None and lora_rank is None:
+        _fail("--lora-alpha: is of a LoRA; pass --lora-rank as well", 2)
+    lora = None if lora_rank is None else LoraSettings(lora_rank, lora_alpha)
+    try:
+        with RolloutClient(server) as client:
+            policy = client.push_policy(
+                file,
+                version,
+                lora=lora,
+                activate=activate,
+                mode=_mode(mode),
+                expected_current_version=expected_current,
+                chunk_bytes=chunk_bytes,
+                progress=True,
+                timeout=timeout,
+                attempts=attempts,
+            )
+    except RolloutError as error:
+        for what in ("missing", "unknown", "misshapen", "non_finite"):
+            if names := error.metadata.get(what):
+                count = error.metadata.get(f"{what}_count", "")
+                print(f"{count} {what.replace('_', '-')}:", *names.splitlines(), sep="\n  ", file=sys.stderr)
+        raise
+    except ValueError as error:
+        _fail(str(error).replace("lora=LoraSettings(rank=..., alpha=...) or the peft.LoraConfig", "--lora-rank"))
+    except OSError as error:
+        _fail(str(error))
+    _print_policy(policy)
+
+
+@policy_app.command("list")
+def policy_list(server: PolicyServer = DEFAULT_SERVER) -> None:
+    """List the versions, latest first."""
+    with RolloutClient(server) as client:
+        policies = client.list_policies()
+    table = Table("version", "state", "kind", "bytes", "tensors", "fingerprint", "stored", "sha256")
+    for policy in policies:
+        row = _policy_facts(policy)
+        cells = ("state", "kind", "bytes", "tensors", "fingerprint", "stored")
+        table.add_row(str(policy.version), *(row[cell] for cell in cells), policy.sha256.hex()[:12])
+    _console.print(table)
+
+
+@policy_app.command("show")
+def policy_show(version: Version, server: PolicyServer = DEFAULT_SERVER) -> None:
+    """Show one version, or how far its upload is."""
+    with RolloutClient(server) as client:
+        policy = client.get_policy(version)
+    _print_policy(policy)
+
+
+@policy_app.command("activate")
+def policy_activate(
+    version: Version,
+    server: PolicyServer = DEFAULT_SERVER,
+    mode: Mode = "new-rollouts",
+    expected_current: ExpectedCurrent = None,
+    timeout: Annotated[float, typer.Option(help="seconds, loading included")] = 300.0,
+) -> None:
+    """Make a version current; also an older one."""
+    with RolloutClient(server) as client:
+        policy = client.activate_policy(
+            version, mode=_mode(mode), expected_current_version=expected_current, timeout=timeout
+        )
+    _print_policy(policy)
+
+
+@policy_app.command("delete")
+def policy_delete(version: Version, server: PolicyServer = DEFAULT_SERVER) -> None:
+    """Delete a version for good: its number cannot be used again."""
+    with RolloutClient(server) as client:
+        client.delete_policy(version)
+    print(f"deleted policy version {version}")
+
+
+def _mode(text: str) -> str:
+    modes = ("new-rollouts", "next-step", "abort")
+    if text not in modes:
+        _fail(f"--mode: {text!r} is unknown; pass {', '.join(modes)}", 2)
+    return text.replace("-", "_")
+
+
+def _print_policy(policy: policy_pb2.PolicyVersion) -> None:
+    table = Table("", "", show_header=False, title=f"policy version {policy.version}")
+    for name, value in _policy_facts(policy).items():
+        table.add_row(name, value)
+    table.add_row("sha256", policy.sha256.hex())
+    _console.print(table)
+
+
+def _policy_facts(policy: policy_pb2.PolicyVersion) -> dict[str, str]:
+    state = policy_pb2.PolicyState.Name(policy.state).removeprefix("POLICY_STATE_").lower()
+    kind = policy_pb2.PolicyKind.Name(policy.kind).removeprefix("POLICY_KIND_").lower()
+    uploading = policy.state == policy_pb2.POLICY_STATE_UPLOADING
+    stored = datetime.fromtimestamp(policy.create_time.seconds, UTC)
+    return {
+        "state": state,
+        "kind": kind if policy.kind else "base",
+        "bytes": f"{policy.committed_bytes:,} of {policy.size_bytes:,}" if uploading else f"{policy.size_bytes:,}",
+        "tensors": f"{policy.bound_tensors} of {policy.expected_tensors}" if policy.expected_tensors else "",
+        "fingerprint": f"{policy.fingerprint:016x}" if policy.fingerprint else "not loaded",
+        "stored": f"{stored:%Y-%m-%d %H:%M:%S} UTC" if policy.HasField("create_time") else "",
+    }

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 Kind = Literal["full", "lora"]
 
-#: How many names of each list an error holds.
-NAMES_SHOWN = 20
 _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: Endings of LoRA tensors: PEFT's (as saved, and with the adapter's name), and diffusers' older ones.
 _LORA_ENDINGS = {
@@ -50,17 +48,15 @@ class PolicyContentError(ValueError):
     """A file that cannot be served.
 
     Args:
-        message: one line.
+        message: one line; the counts and the first names are added to it.
         lists: names at fault by what is wrong with them (missing, unknown, misshapen, non_finite); all of them.
     """
 
     def __init__(self, message: str, lists: Mapping[str, list[str]] | None = None) -> None:
         self.lists = {what: names for what, names in (lists or {}).items() if names}
-        parts = []
-        for what, names in self.lists.items():
-            shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
-            parts.append(f"{len(names)} {what.replace('_', '-')}: {shown}")
-        super().__init__("; ".join([message, *parts]))
+        counts = ", ".join(f"{len(names)} {what.replace('_', '-')}" for what, names in self.lists.items())
+        firsts = "; ".join(f"{what.replace('_', '-')}: {names[0]}" for what, names in self.lists.items())
+        super().__init__(f"{message}: {counts} (first {firsts})" if self.lists else message)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,9 @@ class PolicyStore:
             else:
                 store = LocalStore(Path(url_or_directory).absolute(), mkdir=True, automatic_cleanup=True)
         if isinstance(store, HTTPStore):
-            raise PolicyStoreError(f"{url_or_directory}: a plain web server cannot keep policies; use s3://, gs:// ...")
+            raise PolicyStoreError(
+                f"cannot open the policy store {url_or_directory}: a plain web server cannot keep one"
+            )
         return cls(store, url_or_directory)
 
     async def get(self, version: int) -> PolicyRecord:
@@ -247,6 +249,8 @@ class PolicyStore:
 
     async def add(self, record: PolicyRecord, file: Path) -> PolicyRecord:
         """Add a version; VersionExistsError if it exists with other content or was deleted.
+
+        A file that is not the one of the record is PolicyStoreError, a record that could not be read back ValueError.
 
         Returns:
             The record as stored: an earlier one if the same file was added with the same settings before.
@@ -606,18 +610,18 @@ def _sync(*paths: Path) -> None:
 def _remove_unfinished(directory: Path, oldest: float) -> int:
     """Remove what writers that died left in a directory, under names that listings leave out."""
     removed = 0
-    for path in [
-        *directory.glob("versions/*#*"),
-        *directory.glob("versions/*/*#*"),
-        *directory.glob("activations/*#*"),
-    ]:
-        with contextlib.suppress(FileNotFoundError), _converted(f"delete {path.name}"):
-            if _UNFINISHED.fullmatch(path.name) and path.stat().st_mtime <= oldest:
-                path.unlink()
-                removed += 1
-                if path.parent.parent.name == "versions":
+    with _converted(f"sweep {directory}"):
+        for top in ("versions", "activations"):
+            for parent, _, names in os.walk(directory / top):
+                for path in (Path(parent, name) for name in names if _UNFINISHED.fullmatch(name)):
+                    # What is gone was completed, or swept by another.
+                    with contextlib.suppress(FileNotFoundError):
+                        if path.stat().st_mtime <= oldest:
+                            path.unlink()
+                            removed += 1
+                if parent != str(directory / top):
                     with contextlib.suppress(OSError):  # not empty
-                        path.parent.rmdir()
+                        os.rmdir(parent)
     return removed
 
 

@@ -171,6 +171,15 @@ def refused(stub: Any, message: pb.GenerateRolloutRequest, timeout: float = 60) 
     raise AssertionError("the rollout did not fail")
 
 
+def refusal(call: Callable[[], Any]) -> Refusal:
+    """The error that ends a call on the wire."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        return refusal_of(error)
+    raise AssertionError("the call did not fail")
+
+
 def typed_error(client: RolloutClient, message: pb.GenerateRolloutRequest, timeout: float = 60) -> RolloutError:
     """The client library's error of a rollout that fails."""
     return error_of(client.send(message, timeout=timeout))
