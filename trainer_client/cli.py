@@ -62,7 +62,10 @@ def _add_command(name: str, load: Callable[[], Callable[[list[str]], int]]) -> N
         sys.exit(load()(context.args))
 
 
-_COMMAND_HELP = {"serve": "Serve rollouts of one model over gRPC."}
+_COMMAND_HELP = {
+    "serve": "Serve rollouts of one model over gRPC.",
+    "train": "Train a LoRA with Flow-GRPO on rollouts of a running server.",
+}
 
 
 @app.command()
