@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## Serve the embedded model, stream a rollout, check it, and draw it into demo-out/
+demo: $(STAMP) ## Serve the embedded model, train it over gRPC, and write demo-out/report.html
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP) ## All tests

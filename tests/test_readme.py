@@ -24,7 +24,7 @@ def embedded_server() -> Iterator[RunningServer]:
 @pytest.mark.slow
 def test_examples_run(embedded_server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace: dict[str, Any] = {}
     for block in blocks:
         source = block.replace("127.0.0.1:50051", embedded_server.target)

@@ -51,6 +51,7 @@ EVERY_FAMILY = [pytest.param(name, marks=() if name == FAST_FAMILY else pytest.m
 DTYPES = ["float32", "bfloat16", "float16"]
 EVERY_DTYPE = [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
 MODES = ["new_rollouts", "next_step", "abort"]
+SWAP_SECONDS = 10.0
 
 
 #: Versions only go up, and tests share servers.
@@ -762,3 +763,59 @@ def test_what_was_pushed_is_what_is_stored(server: RunningServer, client: Rollou
     stored = parse_file(file.read_bytes())
     assert stored.keys() == state.keys()
     assert all(torch.equal(stored[name], state[name]) for name in state)
+
+
+# -- under load
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("mode", MODES)
+def test_swaps_under_load(mode: str, kind: str, client: RolloutClient, load_family: Any) -> None:
+    """Eight streams while a version is activated every second: none breaks but by an abort, and every step replays
+    under the version that it names.
+    """
+    pipes: dict[int, Any] = {}
+    for _ in range(3):
+        number, pipe = next(VERSIONS), load_family(FAST_FAMILY)
+        if kind == "lora":
+            add_lora(pipe, seed=number)
+        else:
+            perturb(pipe.transformer, seed=number)
+        client.push_policy(pipe.transformer, number, activate=False)
+        pipes[number] = pipe
+    pipes[0] = load_family(FAST_FAMILY)
+    stop = time.monotonic() + SWAP_SECONDS
+    trajectories: list[Trajectory] = []
+    aborted: list[RolloutError] = []
+
+    def stream(worker: int) -> None:
+        for attempt in itertools.count():
+            if time.monotonic() > stop:
+                return
+            try:
+                trajectories.append(generate(client, num_steps=20, samples_per_prompt=1, seed=worker * 1000 + attempt))
+            except PolicyActivatedError as error:
+                aborted.append(error)
+
+    def activate() -> None:
+        for number in itertools.cycle(pipes):
+            if time.monotonic() > stop:
+                return
+            client.activate_policy(number, mode=mode)
+            time.sleep(1)
+
+    with ThreadPoolExecutor(9) as pool:
+        for future in [pool.submit(activate), *(pool.submit(stream, worker) for worker in range(8))]:
+            future.result(SWAP_SECONDS + 120)
+    assert bool(aborted) == (mode == "abort")
+    assert {v for t in trajectories for v in t.policy_versions.unique().tolist()} == set(pipes)
+    switched = [t for t in trajectories if len(t.policy_versions.unique()) > 1]
+    assert bool(switched) == (mode == "next_step")
+    for trajectory in [*switched[:20], *trajectories[:: max(1, len(trajectories) // 40)]]:
+        for number in trajectory.policy_versions.unique().tolist():
+            steps = [k for k in trajectory.stochastic_steps if int(trajectory.policy_versions[0, k]) == number]
+            for step in replay(pipes[number], trajectory, steps=steps, grad=False):
+                column = trajectory.stochastic_steps.index(step.step_index)
+                # Merged with other streams, rows round differently; a mixture of versions differs by far more.
+                torch.testing.assert_close(step.log_prob, trajectory.log_probs[:, column], rtol=0, atol=2e-5)
