@@ -38,7 +38,7 @@ def serve() -> Iterator[ServeProcess]:
 def test_help_of_every_command() -> None:
     top = rollout("--help")
     assert top.returncode == 0
-    for command in ("serve", "generate", "info", "verify"):
+    for command in ("serve", "train", "generate", "info", "verify", "policy"):
         assert command in top.stdout
         result = rollout(command, "--help")
         assert result.returncode == 0
