@@ -101,7 +101,7 @@ def config(target: str, out: Path, seed: int, iterations: int) -> TrainConfig:
         seed=seed,
         iterations=iterations,
         threads=THREADS,
-        evaluate_every=iterations,
+        evaluate_every=max(1, iterations // 2),
         evaluation_samples=2,
         checkpoint_every=10,
     )
@@ -211,10 +211,11 @@ def draw_ratios(result: TrainResult) -> Any:
     axes.plot(at, [m.first_ratio_error for m in result.metrics], "o-", color=BLUE, label="at the first update")
     axes.plot(at, [m.ratio_error for m in result.metrics], color=ORANGE, label="at the second update")
     axes.axhline(1e-4, color="#999999", linewidth=0.8, linestyle=":", label="clip range")
-    axes.set(xlabel="iteration", ylabel="max |ratio - 1|", yscale="symlog")
+    axes.set(xlabel="iteration", ylabel="max |ratio - 1|")
     axes.set_yscale("symlog", linthresh=1e-6)
+    axes.set_ylim(bottom=-4e-7)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
 
 
@@ -233,15 +234,15 @@ def draw_time(result: TrainResult) -> Any:
 # -- the report
 
 
-def embedded(picture: Any) -> str:
-    """A picture or figure as an image element that holds its own bytes."""
+def embedded(picture: Any, text: str) -> str:
+    """A picture or figure as an image element that holds its own bytes; `text` says what it shows."""
     buffer = io.BytesIO()
     if isinstance(picture, Image.Image):
         picture.save(buffer, "PNG")
     else:
         picture.savefig(buffer, format="png", dpi=120)
         plt.close(picture)
-    return f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}" alt="">'
+    return f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}" alt="{html.escape(text)}">'
 
 
 def write_report(
@@ -266,9 +267,9 @@ def write_report(
     figures = "".join(
         f"<div class=figure><b>{value}</b><span>{label}</span></div>"
         for label, value in (
-            ("reward, prompts trained on", f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"),
-            ("reward, prompts never trained on", f"{summary['held_out_before']:.3f} → {summary['held_out_after']:.3f}"),
-            ("max |ratio - 1| at a first update", f"{summary['max_first_ratio_error']:.1e}"),
+            ("reward, trained prompts", f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"),
+            ("reward, held-out prompts", f"{summary['held_out_before']:.3f} → {summary['held_out_after']:.3f}"),
+            ("max |ratio - 1|, first updates", f"{summary['max_first_ratio_error']:.1e}"),
             ("seconds, everything included", f"{summary['seconds']:.0f}"),
         )
     )
@@ -279,9 +280,9 @@ def write_report(
 body {{ font: 16px/1.5 system-ui, sans-serif; color: #1e1e1e; max-width: 980px; margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 1.6rem; margin-bottom: .2rem }} h2 {{ font-size: 1.15rem; margin: 2rem 0 .4rem }}
 p {{ color: #444; margin: .3rem 0 .8rem }} img {{ max-width: 100%; height: auto }}
-.figures {{ display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.2rem 0 }}
-.figure {{ flex: 1 1 200px; border: 1px solid #ddd; border-radius: 6px; padding: .7rem 1rem }}
-.figure b {{ display: block; font-size: 1.35rem }} .figure span {{ color: #555; font-size: .9rem }}
+.figures {{ display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0 }}
+.figure {{ flex: 1 1 170px; border: 1px solid #ddd; border-radius: 6px; padding: .7rem .9rem }}
+.figure b {{ display: block; font-size: 1.25rem }} .figure span {{ color: #555; font-size: .9rem }}
 .sheets {{ display: flex; flex-wrap: wrap; gap: 1rem }} .sheets div {{ flex: 1 1 420px }}
 table {{ border-collapse: collapse; font-size: .85rem; width: 100% }}
 th, td {{ text-align: left; padding: .15rem .5rem; border-bottom: 1px solid #eee }}
@@ -291,17 +292,18 @@ th, td {{ text-align: left; padding: .15rem .5rem; border-bottom: 1px solid #eee
 iterations of {result.metrics[0].num_samples} samples, seed {summary["seed"]}. The reward is the share of colour, shape
 and position that a checker finds right.</p>
 <div class=figures>{figures}</div>
-<h2>Reward</h2>{embedded(draw_rewards(result))}
+<h2>Reward</h2>{embedded(draw_rewards(result), "reward by iteration")}
 <h2>Before and after</h2>
 <p>The same prompts and seeds, no noise, no guidance. Green: colour, shape and position are all right.</p>
-<div class=sheets><div><b>version 0</b><br>{embedded(sheets["before"])}</div>
-<div><b>version {summary["policy_version"]}</b><br>{embedded(sheets["after"])}</div></div>
+<div class=sheets><div><b>version 0</b><br>{embedded(sheets["before"], "samples of version 0")}</div>
+<div><b>version {summary["policy_version"]}</b><br>
+{embedded(sheets["after"], "samples of the last version")}</div></div>
 <h2>Film strip</h2><p>Every latent of one streamed trajectory ({html.escape(strip.prompts[0])!r}, noise level 0.7,
 version {summary["policy_version"]}), decoded: noise on the left, the clean image at the end.</p>
-{embedded(draw_film_strip(strip))}
+{embedded(draw_film_strip(strip), "decoded latents of every step")}
 <h2>Ratio</h2><p>Log-probs from the rollout are those that replay computes: before the first update of an iteration
-every ratio is 1, and nothing has to be recomputed.</p>{embedded(draw_ratios(result))}
-<h2>Time</h2>{embedded(draw_time(result))}
+every ratio is 1, and nothing has to be recomputed.</p>{embedded(draw_ratios(result), "ratio by iteration")}
+<h2>Time</h2>{embedded(draw_time(result), "seconds by part")}
 <h2>Policy versions</h2><p>Each iteration's samples name the version that made them; the fingerprint is that of the
 weights on the server's device. Kept on the server at the end: {", ".join(map(str, sorted(kept)))}.</p>
 <table><tr><th>iteration</th><th>sampled with</th><th>pushed</th><th>fingerprint</th><th>reward</th>
