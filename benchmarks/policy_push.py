@@ -5,8 +5,8 @@ of its weights, and a random Stable Diffusion 3 of 484 MB of fp32 weights. Besid
 writing the same bytes to the same disk with an fsync, and hashing them. Medians of ``--repeats``.
 
 The pause is counted in steps: the longest time between two steps of a stream around the activation, over the median
-time between two steps of the same stream, less the one step that it takes anyhow. Under ``abort`` the streams end: there
-it is the time until the first step of a new stream, which runs alone, so it can be below 0.
+time between two steps of the same stream, less the one step that it takes anyhow. Under ``abort`` the streams end:
+there it is the time until the first step of a new stream, which runs alone, so it can be below 0.
 """
 
 from __future__ import annotations
